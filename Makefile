@@ -1,0 +1,74 @@
+# Loraplex: `make help` lists what there is to do.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+TORCH := $(shell grep -E '^torch==' constraints.txt)
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+SOURCES := loraplex common registry router worker tools bench examples tests
+
+.PHONY: help setup demo up test lint format proto bench clean
+
+help: ## Show this help.
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 10
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "No Python found: install Python 3.11 or 3.12, or say make PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 12) else 1)' || \
+		{ echo "Loraplex needs Python 3.11 or 3.12, and $(PYTHON) is $$($(PYTHON) --version): say make PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo "Cannot make a virtual environment: install the venv module (on Debian: apt install python3-venv)"; rm -rf $(VENV); exit 1; }
+
+# torch comes first and alone, pinned, so that nothing else chooses another build of it.
+$(VENV)/.runtime: $(BIN)/python pyproject.toml constraints.txt
+	@echo "Installing Loraplex and what it needs at run time into $(VENV) (a few minutes the first time)"
+	@$(PIP) install --quiet --constraint constraints.txt $(TORCH)
+	@$(PIP) install --quiet --constraint constraints.txt --editable '.[registry,router,worker,examples]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	@echo "Installing the test and lint tools into $(VENV)"
+	@$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+setup: $(VENV)/.dev ## Install everything into .venv.
+
+demo: $(VENV)/.runtime ## Install, start a private cluster, and stream answers of the base and every example adapter.
+	@$(BIN)/loraplex demo
+
+up: $(VENV)/.runtime ## Run a local cluster with the example adapters until Ctrl-C.
+	@$(BIN)/loraplex up --demo-adapters
+
+test: $(VENV)/.dev ## Install and run every test.
+	@$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev ## Check style, types, import rules, dependencies, protos and stubs.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(SOURCES)
+	$(BIN)/lint-imports
+	$(BIN)/deptry .
+	cd protos && ../$(BIN)/buf lint && ../$(BIN)/buf format --diff --exit-code
+	$(BIN)/python -m tools.generate_protos --check
+	@tag=$$(git describe --tags --abbrev=0 2>/dev/null || true); if [ -n "$$tag" ]; then \
+		$(BIN)/buf breaking protos --against ".git#tag=$$tag,subdir=protos" || echo "(breaking changes since $$tag: advisory until 1.0)"; \
+	else echo "buf breaking: no tag yet to compare with"; fi
+
+format: $(VENV)/.dev ## Format the code and the protos.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	cd protos && ../$(BIN)/buf format --write
+
+proto: $(VENV)/.dev ## Generate the gRPC stubs from protos/.
+	$(BIN)/python -m tools.generate_protos
+
+bench: $(VENV)/.dev ## Measure serving: base and 8 mixed adapters at 1, 8 and 32 streams; results go to bench/results/.
+	$(BIN)/python -m bench.serving
+
+clean: ## Remove what was built here; caches in your home stay.
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,67 @@
+"""Configuration: one frozen settings object per service, built once from flags and environment.
+
+Precedence: command line, then `LORAPLEX_<SERVICE>_<FIELD>` environment variables, then defaults. Nobody else reads
+the environment.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Literal, Self, TypeVar
+
+from pydantic import Field, ValidationError, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class ServiceSettings(BaseSettings):
+    """What every service can be told. Subclasses set `env_prefix`."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", cli_kebab_case=True, cli_implicit_flags=True, cli_hide_none_type=True
+    )
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    insecure: bool = Field(False, description="allow an address other than loopback although nothing is encrypted")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe line logged")
+    log_format: Literal["auto", "console", "json"] = Field("auto", description="console lines, JSON, or by terminal")
+
+    @model_validator(mode="after")
+    def _loopback_or_insecure(self) -> Self:
+        if not self.insecure and not is_loopback(self.host):
+            raise ValueError(
+                f"host {self.host} is reachable by others and this service neither encrypts nor authenticates yet; "
+                "use 127.0.0.1, or say --insecure where the network itself is trusted"
+            )
+        return self
+
+
+S = TypeVar("S", bound=ServiceSettings)
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether only this machine can reach `host` (a name or an IP address)."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def load_settings(cls: type[S], program: str, argv: Sequence[str]) -> S:
+    """Build the settings of a service. Prints every problem at once and exits with status 2 on bad ones."""
+    try:
+        return cls(_cli_parse_args=list(argv), _cli_prog_name=program)  # type: ignore[call-arg]
+    except ValidationError as error:
+        for problem in error.errors():
+            where = (
+                "--" + ".".join(str(part) for part in problem["loc"]).replace("_", "-") if problem["loc"] else program
+            )
+            print(f"{program}: {where}: {problem['msg'].removeprefix('Value error, ')}", file=sys.stderr)  # noqa: T201
+    except SettingsError as error:
+        print(f"{program}: {error}", file=sys.stderr)  # noqa: T201
+    raise SystemExit(2)

@@ -1,0 +1,158 @@
+"""gRPC the way every Loraplex service speaks it: servers, channels, and the one place where errors become statuses.
+
+Knows nothing of any service. A handler raises a `LoraplexError`; the interceptor sends it as a `google.rpc.Status`.
+Anything else a handler raises is logged with its traceback and answered as an opaque INTERNAL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from typing import Any, Final
+
+import grpc
+import structlog
+from google.protobuf.descriptor import ServiceDescriptor
+from grpc import aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from grpc_status import rpc_status
+
+from loraplex.errors import FailedPrecondition, LoraplexError, to_status
+
+log = structlog.get_logger(__name__)
+
+MAX_MESSAGE_BYTES: Final = 16 * 2**20
+MAX_METADATA_BYTES: Final = 64 * 2**10
+
+_SERVER_OPTIONS: Final = (
+    ("grpc.so_reuseport", 0),  # a port that is taken must fail, not be shared silently
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+_CHANNEL_OPTIONS: Final = (
+    ("grpc.enable_retries", 0),  # the router decides what may be tried again
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.use_local_subchannel_pool", 1),  # one connection per channel: a dead one says nothing about another
+)
+
+
+def open_channel(address: str) -> aio.Channel:
+    """Return an insecure aio channel to `host:port` with the project's limits and back-off."""
+    return aio.insecure_channel(address, options=list(_CHANNEL_OPTIONS))
+
+
+def _status_of(error: Exception, method: str) -> Any:
+    if isinstance(error, LoraplexError):
+        return rpc_status.to_status(to_status(error))
+    log.error("rpc.unexpected", method=method, exc_info=error)
+    return rpc_status.to_status(to_status(LoraplexError("internal error; the server's log has the details")))
+
+
+class ErrorInterceptor(aio.ServerInterceptor):
+    """Turns what handlers raise into statuses."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Wrap the handler of the call, whatever its kind."""
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:
+            return None  # gRPC answers UNIMPLEMENTED
+        method = str(handler_call_details.method)
+        if handler.response_streaming:
+            inner_stream = handler.unary_stream or handler.stream_stream
+
+            async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+                try:
+                    async for response in inner_stream(request, context):
+                        yield response
+                except (aio.AbortError, asyncio.CancelledError):
+                    raise
+                except Exception as error:  # noqa: BLE001 - the last line of defence
+                    await context.abort_with_status(_status_of(error, method))
+
+            make = (
+                grpc.stream_stream_rpc_method_handler if handler.stream_stream else grpc.unary_stream_rpc_method_handler
+            )
+            return make(stream, handler.request_deserializer, handler.response_serializer)
+        inner_unary = handler.unary_unary or handler.stream_unary
+
+        async def unary(request: Any, context: Any) -> Any:
+            try:
+                return await inner_unary(request, context)
+            except (aio.AbortError, asyncio.CancelledError):
+                raise
+            except Exception as error:  # noqa: BLE001 - the last line of defence
+                await context.abort_with_status(_status_of(error, method))
+
+        make_unary = (
+            grpc.stream_unary_rpc_method_handler if handler.stream_unary else grpc.unary_unary_rpc_method_handler
+        )
+        return make_unary(unary, handler.request_deserializer, handler.response_serializer)
+
+
+class Server:
+    """A gRPC server with error mapping, health and reflection.
+
+    Health starts as NOT_SERVING for every service and as a whole (""); `set_serving` changes all at once.
+    """
+
+    def __init__(
+        self,
+        register: Iterable[Callable[[aio.Server], None]],
+        services: Sequence[ServiceDescriptor],
+        *,
+        interceptors: Sequence[aio.ServerInterceptor] = (),
+        max_concurrent_rpcs: int | None = None,
+    ) -> None:
+        self._server = aio.server(
+            interceptors=[ErrorInterceptor(), *interceptors],
+            options=list(_SERVER_OPTIONS),
+            maximum_concurrent_rpcs=max_concurrent_rpcs,
+        )
+        self._names = ["", *(service.full_name for service in services)]
+        for add in register:
+            add(self._server)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection(
+            [*self._names[1:], health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
+        )
+
+    async def start(self, host: str, port: int) -> int:
+        """Bind and serve; port 0 takes a free one. Returns the port. Raises FailedPrecondition when it is taken."""
+        try:
+            bound = self._server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            raise FailedPrecondition(
+                f"cannot listen on {host}:{port}: the port is taken or the address is not ours; "
+                "stop the other process or choose another port",
+                field="port",
+            ) from error
+        await self.set_serving(serving=False)
+        await self._server.start()
+        return bound
+
+    async def set_serving(self, *, serving: bool) -> None:
+        """Tell health checkers whether the service takes requests."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in self._names:
+            await self._health.set(name, status)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new calls, give running ones `grace_s`, then cut them."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)

@@ -1,0 +1,200 @@
+"""What identifies a base model: its manifest and digest, computed where the weights are.
+
+Owns the definition of the base digest. Reads Hugging Face folders (config.json, safetensors, tokenizer.json); needs
+neither torch nor numpy. Knows nothing of services.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from loraplex.errors import CorruptArtifact, InvalidBaseModel
+
+_VOLATILE_CONFIG: Final = ("_name_or_path", "transformers_version")
+_MAX_HEADER_BYTES: Final = 100 * 2**20
+_HASH_STEP: Final = 2**24
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Name, shape, safetensors dtype and SHA-256 of one weight."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class BaseManifest:
+    """A base model without its weights; `tensors` are sorted by name."""
+
+    config_json: str
+    tokenizer_sha256: str
+    chat_template_sha256: str
+    tensors: tuple[TensorInfo, ...]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The parsed config.json."""
+        parsed: dict[str, Any] = json.loads(self.config_json)
+        return parsed
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of stored weights."""
+        total = 0
+        for tensor in self.tensors:
+            count = 1
+            for size in tensor.shape:
+                count *= size
+            total += count
+        return total
+
+    def digest(self) -> str:
+        """Lower-case hex SHA-256 over everything that changes an answer, as canonical JSON."""
+        config = {key: value for key, value in self.config.items() if key not in _VOLATILE_CONFIG}
+        facts = {
+            "config": config,
+            "tokenizer": self.tokenizer_sha256,
+            "chat_template": self.chat_template_sha256,
+            "tensors": [[t.name, t.dtype, list(t.shape), t.sha256] for t in self.tensors],
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def read_safetensors_header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """Return the header's tensor entries and the offset of the data. Raises CorruptArtifact, naming the file."""
+    try:
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            length = int.from_bytes(prefix, "little")
+            size = file.stat().st_size
+            if len(prefix) < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
+                raise CorruptArtifact(f"{file.name} is not a safetensors file or is truncated", file=file.name)
+            header = json.loads(stream.read(length))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CorruptArtifact(f"{file.name} has a damaged safetensors header", file=file.name) from error
+    if not isinstance(header, dict):
+        raise CorruptArtifact(f"{file.name} has a damaged safetensors header", file=file.name)
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        try:
+            start, end = entry["data_offsets"]
+            well_formed = 0 <= start <= end <= size - 8 - length and isinstance(entry["dtype"], str)
+            well_formed = well_formed and all(isinstance(n, int) and n >= 0 for n in entry["shape"])
+        except (KeyError, TypeError, ValueError):
+            well_formed = False
+        if not well_formed:
+            raise CorruptArtifact(f"{file.name}: tensor {name} lies outside the file; it is truncated", tensor=name)
+    return header, 8 + length
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a base model folder, sorted. Raises InvalidBaseModel when there are none."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        files = [folder / Path(name).name for name in names]
+        missing = [file.name for file in files if not file.exists()]
+        if missing:
+            raise InvalidBaseModel(f"{folder}: shards are missing: {', '.join(missing)}", field="base")
+        return files
+    single = folder / "model.safetensors"
+    if not single.exists():
+        raise InvalidBaseModel(
+            f"{folder} holds no model.safetensors (nor an index of shards); give a Hugging Face folder "
+            "with config.json, tokenizer.json and safetensors weights",
+            field="base",
+        )
+    return [single]
+
+
+def chat_template(folder: Path) -> str | None:
+    """Return the folder's chat template: chat_template.jinja, else tokenizer_config.json's, else None."""
+    separate = folder / "chat_template.jinja"
+    if separate.exists():
+        return separate.read_text()
+    config = folder / "tokenizer_config.json"
+    if not config.exists():
+        return None
+    template = json.loads(config.read_text()).get("chat_template")
+    if isinstance(template, list):  # several named templates: the default one
+        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+    return template if isinstance(template, str) else None
+
+
+def _hash_tensors(file: Path, progress: Callable[[int], None]) -> Iterator[TensorInfo]:
+    header, data = read_safetensors_header(file)
+    with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        for name, entry in sorted(header.items()):
+            start, end = (data + offset for offset in entry["data_offsets"])
+            digest = hashlib.sha256()
+            for at in range(start, end, _HASH_STEP):
+                digest.update(mapped[at : min(end, at + _HASH_STEP)])
+                progress(min(end, at + _HASH_STEP) - at)
+            yield TensorInfo(name, tuple(entry["shape"]), entry["dtype"], digest.hexdigest())
+
+
+def _fingerprint(folder: Path) -> str:
+    names = ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+    files = [folder / name for name in names if (folder / name).exists()] + weight_files(folder)
+    facts = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def read_manifest(
+    folder: Path, *, cache_dir: Path | None = None, progress: Callable[[int], None] = lambda _: None
+) -> BaseManifest:
+    """Compute the manifest of a base model folder.
+
+    `cache_dir` remembers manifests by path, size and mtime of the files; `progress` is told the bytes hashed.
+    Raises InvalidBaseModel or CorruptArtifact, naming the file and the remedy.
+    """
+    if not folder.is_dir():
+        raise InvalidBaseModel(f"{folder} is not a folder", field="base")
+    for name in ("config.json", "tokenizer.json"):
+        if not (folder / name).exists():
+            raise InvalidBaseModel(f"{folder} holds no {name}; give a Hugging Face folder", field="base")
+    cached = cache_dir / "manifests" / f"{_fingerprint(folder)}.json" if cache_dir else None
+    if cached and cached.exists():
+        try:
+            return manifest_from_json(cached.read_text())
+        except (ValueError, KeyError, TypeError):
+            cached.unlink(missing_ok=True)  # a damaged cache entry is only a slow start
+    try:
+        config_json = (folder / "config.json").read_text()
+        if not isinstance(json.loads(config_json), dict):
+            raise InvalidBaseModel(f"{folder}/config.json is not a JSON object", field="base")
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InvalidBaseModel(f"{folder}/config.json is not JSON: {error}", field="base") from error
+    template = chat_template(folder)
+    manifest = BaseManifest(
+        config_json=config_json,
+        tokenizer_sha256=hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest(),
+        chat_template_sha256=hashlib.sha256(template.encode()).hexdigest() if template is not None else "",
+        tensors=tuple(
+            sorted((t for file in weight_files(folder) for t in _hash_tensors(file, progress)), key=lambda t: t.name)
+        ),
+    )
+    if cached:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=cached.parent, delete=False) as scratch:
+            scratch.write(json.dumps(asdict(manifest)))
+        os.replace(scratch.name, cached)  # noqa: PTH105 - atomic by name
+    return manifest
+
+
+def manifest_from_json(text: str) -> BaseManifest:
+    """Rebuild a manifest from `json.dumps(dataclasses.asdict(manifest))`."""
+    raw = json.loads(text)
+    tensors = tuple(TensorInfo(t["name"], tuple(t["shape"]), t["dtype"], t["sha256"]) for t in raw["tensors"])
+    return BaseManifest(raw["config_json"], raw["tokenizer_sha256"], raw["chat_template_sha256"], tensors)

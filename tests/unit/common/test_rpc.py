@@ -1,0 +1,93 @@
+"""Errors become statuses, ports are never shared, health follows the service."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from common.rpc import Server, open_channel
+from loraplex.errors import FailedPrecondition, LoraplexError, PromptTooLong, from_rpc_error
+from loraplex.router.v1 import inference_pb2, inference_pb2_grpc, models_pb2, models_pb2_grpc
+
+
+class Inference(inference_pb2_grpc.InferenceServiceServicer):
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: object
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        yield inference_pb2.GenerateResponse()
+        raise PromptTooLong("the prompt has 9 tokens, the limit is 8", limit=8, length=9, field="prompt")
+
+
+class Models(models_pb2_grpc.ModelServiceServicer):
+    async def GetModel(self, request: models_pb2.GetModelRequest, context: object) -> models_pb2.GetModelResponse:
+        raise RuntimeError(f"secret of {request.name}")
+
+    async def ListModels(self, request: models_pb2.ListModelsRequest, context: object) -> models_pb2.ListModelsResponse:
+        return models_pb2.ListModelsResponse()
+
+
+async def _serve() -> tuple[Server, int]:
+    server = Server(
+        [
+            lambda s: inference_pb2_grpc.add_InferenceServiceServicer_to_server(Inference(), s),
+            lambda s: models_pb2_grpc.add_ModelServiceServicer_to_server(Models(), s),
+        ],
+        [
+            inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
+            models_pb2.DESCRIPTOR.services_by_name["ModelService"],
+        ],
+    )
+    return server, await server.start("127.0.0.1", 0)
+
+
+async def test_typed_errors_arrive_as_the_same_class_with_their_facts() -> None:
+    server, port = await _serve()
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(inference_pb2.GenerateRequest())
+        with pytest.raises(aio.AioRpcError) as caught:
+            async for _ in call:
+                pass
+    error = from_rpc_error(caught.value)
+    assert type(error) is PromptTooLong
+    assert error.metadata == {"limit": "8", "length": "9", "field": "prompt"}
+    assert error.message == "the prompt has 9 tokens, the limit is 8"
+    await server.stop(0)
+
+
+async def test_unknown_exceptions_are_opaque() -> None:
+    server, port = await _serve()
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        with pytest.raises(aio.AioRpcError) as caught:
+            await models_pb2_grpc.ModelServiceStub(channel).GetModel(models_pb2.GetModelRequest(name="x"))
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert "secret" not in str(caught.value.details())
+    assert type(from_rpc_error(caught.value)) is LoraplexError
+    await server.stop(0)
+
+
+async def test_a_taken_port_is_refused_by_number() -> None:
+    server, port = await _serve()
+    other = Server([], [])
+    with pytest.raises(FailedPrecondition, match=str(port)):
+        await other.start("127.0.0.1", port)
+    await server.stop(0)
+    await other.stop(0)
+
+
+async def test_health_follows_set_serving() -> None:
+    server, port = await _serve()
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for serving in (False, True, False):
+            await server.set_serving(serving=serving)
+            for service in ("", "loraplex.router.v1.InferenceService"):
+                answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
+                expected = (
+                    health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+                )
+                assert answer.status == expected
+    await server.stop(0)

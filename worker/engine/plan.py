@@ -1,0 +1,96 @@
+"""The values that cross the engine's borders: what one step computes and what came out.
+
+`StepPlan` and `StepResult` are flat and serializable. The scheduler makes a plan, a `Runner` executes it, nothing else
+passes between them. Token positions count from 0; `block_ids` are KV blocks of `block_tokens` tokens each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from worker.mailbox import Sampling
+
+BASE_SLOT = -1
+"""Adapter slot of a request that asks for the base model."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A request the runner sees for the first time: what its sampler needs to know until it ends."""
+
+    request_id: int
+    prompt_token_ids: tuple[int, ...]
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStep:
+    """What one request computes in one step: known tokens `[position, position + len(token_ids))`."""
+
+    request_id: int
+    token_ids: tuple[int, ...]
+    position: int
+    block_ids: tuple[int, ...]
+    """KV blocks of positions 0 .. position + len(token_ids) - 1, in order."""
+    adapter_slot: int
+    """Device slot of the adapter, or BASE_SLOT."""
+    sample: bool
+    """Whether the last position's logits choose the next token (false for all but a prompt's last chunk)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step of the whole batch."""
+
+    step: int
+    new_requests: tuple[NewRequest, ...]
+    sequences: tuple[SequenceStep, ...]
+    ended_request_ids: tuple[int, ...]
+    """Requests whose sampler state may be forgotten before this step."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledLogprobs:
+    """Log probabilities of one generated position: the chosen token's and the likeliest alternatives'."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """(token id, log probability), likeliest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """Tokens a request gained in a step, with one logprobs entry each where the request asked for them."""
+
+    request_id: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[SampledLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What came out of a plan: one entry per sequence with `sample`."""
+
+    step: int
+    sampled: tuple[SampledTokens, ...]
+
+
+class Runner(Protocol):
+    """Computes steps on the device. Called from the engine's main thread only, except `prepare_adapter`."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run the model over the plan's tokens, write their KV, sample where asked."""
+        ...
+
+    def prepare_adapter(self, slot: int, path: Path) -> int:
+        """Bring the packed adapter at `path` into device slot `slot`; returns its bytes on the device.
+
+        Runs on a loader thread beside steps that do not use the slot. Raises CorruptArtifact or BaseMismatch.
+        """
+        ...
+
+    def release_adapter(self, slot: int) -> None:
+        """Forget the slot's adapter; no enqueued step uses it."""
+        ...

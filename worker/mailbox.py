@@ -1,0 +1,186 @@
+"""The narrow mailbox between a worker's front end and its engine process, and its wire form.
+
+Knows nothing of the engine's inside: another engine can stand behind the same messages. Frames are msgpack, each
+behind a 4-byte little-endian length, over a Unix stream socket pair. Times are seconds; a request id is unique within
+one engine process. The front end expands `n` choices into `n` requests with distinct seeds.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+MAX_FRAME_BYTES: Final = 64 * 2**20
+LENGTH_BYTES: Final = 4
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True):
+    """How a request's tokens are chosen; all values are checked and defaults filled in."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: int = -1
+    """Number of alternatives, or -1 for no logprobs at all."""
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+
+class AdapterFile(msgspec.Struct, frozen=True, array_like=True):
+    """An adapter's verified packed file on this machine."""
+
+    artifact_digest: str
+    path: str
+    artifact_bytes: int
+
+
+# Front end to engine.
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Run a request. `arrival_s` is the front end's time.monotonic() when the RPC came (one clock per machine)."""
+
+    request_id: int
+    prompt_token_ids: tuple[int, ...]
+    sampling: Sampling
+    adapter: AdapterFile | None
+    tenant: str
+    arrival_s: float
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Stop requests and free what they hold within one step; unknown ids are ignored. No event answers it."""
+
+    request_ids: tuple[int, ...]
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Leave the loop and exit 0. A closed mailbox means the same."""
+
+
+ToEngine = Submit | Abort | Shutdown
+
+
+# Engine to front end.
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The engine takes requests. First message, unless StartFailed is."""
+
+    device: str
+    dtype: str
+    vocab_size: int
+    max_context_tokens: int
+    block_tokens: int
+    total_blocks: int
+    prefill_tokens_per_second: float
+    decode_tokens_per_second: float
+    max_running_requests: int
+
+
+class StartFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The engine cannot start (bad base folder, no memory); restarting would not help."""
+
+    reason: str
+    message: str
+
+
+class Position(msgspec.Struct, frozen=True, array_like=True):
+    """Log probabilities of one generated position."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class Timing(msgspec.Struct, frozen=True, array_like=True):
+    """Where a finished request's time went; see loraplex.types.v1.ServingFacts."""
+
+    queue_s: float
+    adapter_load_s: float
+    prefill_s: float
+    decode_s: float
+    adapter_on_device: bool
+    """The adapter was on the device when the request came."""
+
+
+class Output(msgspec.Struct, frozen=True, array_like=True):
+    """What a request gained in one step. `finish` is "", "stop" (end of sequence) or "length"."""
+
+    request_id: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Position, ...] = ()
+    finish: str = ""
+    timing: Timing | None = None
+    """Set with `finish`."""
+
+
+class Failure(msgspec.Struct, frozen=True, array_like=True):
+    """A request that ends with an error of loraplex.errors, by its reason."""
+
+    request_id: int
+    reason: str
+    message: str
+    metadata: dict[str, str] = {}
+
+
+class AdapterOnDevice(msgspec.Struct, frozen=True, array_like=True):
+    """An adapter the engine holds or is loading."""
+
+    artifact_digest: str
+    loading: bool
+    in_flight: int
+    device_bytes: int
+
+
+class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
+    """What the engine tells of itself; whole, not a difference."""
+
+    running_requests: int
+    waiting_requests: int
+    queued_prefill_tokens: int
+    free_blocks: int
+    prefill_tokens_per_second: float
+    decode_tokens_per_second: float
+    adapters: tuple[AdapterOnDevice, ...]
+
+
+class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """One frame per engine step (or per change between steps): outputs, failures, and the status after it."""
+
+    step: int
+    outputs: tuple[Output, ...]
+    failures: tuple[Failure, ...]
+    status: EngineStatus
+
+
+FromEngine = Ready | StartFailed | Step
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    """Return the frame of a message. Raises ValueError when it is larger than MAX_FRAME_BYTES."""
+    body = msgspec.msgpack.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(f"mailbox frame of {len(body)} bytes exceeds {MAX_FRAME_BYTES}")
+    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+
+
+_TO_ENGINE: Final = msgspec.msgpack.Decoder(ToEngine)
+_FROM_ENGINE: Final = msgspec.msgpack.Decoder(FromEngine)
+
+
+def decode_to_engine(body: bytes) -> ToEngine:
+    """Decode a frame's body that the front end sent."""
+    return _TO_ENGINE.decode(body)
+
+
+def decode_from_engine(body: bytes) -> FromEngine:
+    """Decode a frame's body that the engine sent."""
+    return _FROM_ENGINE.decode(body)
