@@ -7,6 +7,7 @@ Anything else a handler raises is logged with its traceback and answered as an o
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -84,10 +85,19 @@ class ErrorInterceptor(aio.ServerInterceptor):
                 except Exception as error:  # noqa: BLE001 - the last line of defence
                     await context.abort_with_status(_status_of(error, method))
 
+            async def written(request: Any, context: Any) -> None:  # handlers that write themselves, as health's Watch
+                try:
+                    await inner_stream(request, context)
+                except (aio.AbortError, asyncio.CancelledError):
+                    raise
+                except Exception as error:  # noqa: BLE001 - the last line of defence
+                    await context.abort_with_status(_status_of(error, method))
+
+            wrapped = written if inspect.iscoroutinefunction(inner_stream) else stream
             make = (
                 grpc.stream_stream_rpc_method_handler if handler.stream_stream else grpc.unary_stream_rpc_method_handler
             )
-            return make(stream, handler.request_deserializer, handler.response_serializer)
+            return make(wrapped, handler.request_deserializer, handler.response_serializer)
         inner_unary = handler.unary_unary or handler.stream_unary
 
         async def unary(request: Any, context: Any) -> Any:

@@ -116,10 +116,12 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
 
     request_id: int
     token_ids: tuple[int, ...]
+    """Never empty; with `finish` "stop" the last one is the end-of-sequence token itself."""
     logprobs: tuple[Position, ...] = ()
     finish: str = ""
     timing: Timing | None = None
-    """Set with `finish`."""
+    """Set with `finish`, and with a request's first tokens (decode_s is 0 then): a request that ends at a stop string
+    is aborted and never gets `finish`."""
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):

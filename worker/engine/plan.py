@@ -48,7 +48,8 @@ class StepPlan:
     new_requests: tuple[NewRequest, ...]
     sequences: tuple[SequenceStep, ...]
     ended_request_ids: tuple[int, ...]
-    """Requests whose sampler state may be forgotten before this step."""
+    """Requests whose sampler state may be forgotten before this step. Told again when a step failed, so unknown ids are
+    to be ignored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,8 @@ class Runner(Protocol):
     def prepare_adapter(self, slot: int, path: Path) -> int:
         """Bring the packed adapter at `path` into device slot `slot`; returns its bytes on the device.
 
-        Runs on a loader thread beside steps that do not use the slot. Raises CorruptArtifact or BaseMismatch.
+        Runs on a loader thread beside steps that do not use the slot. Raises CorruptArtifact or BaseMismatch, and
+        then leaves the slot empty.
         """
         ...
 

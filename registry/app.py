@@ -1,0 +1,70 @@
+"""A registry's life: lock, migrate, sweep, serve, drain."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from common.rpc import Server
+from loraplex.registry.v1 import adapter_pb2, adapter_pb2_grpc, base_model_pb2, base_model_pb2_grpc
+from registry.artifacts import ArtifactFolder
+from registry.database import migrate, open_engine
+from registry.head_follower import follow_head
+from registry.head_signal import HeadSignal
+from registry.service.adapters import Adapters
+from registry.service.base_models import BaseModels
+from registry.service.garbage import collect
+from registry.service.uploads import Uploads
+from registry.service.watches import Watches
+from registry.settings import RegistrySettings
+from registry.state_lock import hold_state
+from registry.store import Store
+
+log = structlog.get_logger(__name__)
+
+
+async def serve(settings: RegistrySettings, stopping: asyncio.Event, on_listening: Callable[[int], None]) -> None:
+    """Run until `stopping` is set; `on_listening` is told the port once requests are taken.
+
+    Raises FailedPrecondition where the state folder is held by another process, the database cannot be used or the
+    port is taken.
+    """
+    with hold_state(settings.state_dir):
+        artifacts = ArtifactFolder(settings.state_dir)
+        await asyncio.to_thread(artifacts.open)
+        engine = open_engine(settings.url)
+        try:
+            await migrate(engine)
+            signal = HeadSignal()
+            store = Store(engine, keep_changes=settings.keep_changes, on_commit=signal.advance)
+            await collect(store, artifacts, set(await asyncio.to_thread(lambda: list(artifacts.digests()))))
+            uploads = Uploads(store, artifacts, settings)
+            watches = Watches(store, signal, heartbeat_s=settings.heartbeat_s)
+            adapters, base_models = Adapters(store, artifacts, uploads, watches), BaseModels(store)
+            server = Server(
+                [
+                    lambda grpc_server: adapter_pb2_grpc.add_AdapterServiceServicer_to_server(adapters, grpc_server),
+                    lambda grpc_server: base_model_pb2_grpc.add_BaseModelServiceServicer_to_server(
+                        base_models, grpc_server
+                    ),
+                ],
+                [
+                    adapter_pb2.DESCRIPTOR.services_by_name["AdapterService"],
+                    base_model_pb2.DESCRIPTOR.services_by_name["BaseModelService"],
+                ],
+            )
+            port = await server.start(settings.host, settings.port)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(follow_head(store, signal, settings.url))
+                await server.set_serving(serving=True)
+                on_listening(port)
+                await stopping.wait()
+                log.info("registry.draining")
+                await server.set_serving(serving=False)
+                signal.close()  # ends the watches and the follower; an open stream would hold the server
+                await server.stop(settings.drain_timeout_s)
+                await uploads.close()
+        finally:
+            await engine.dispose()

@@ -1,0 +1,229 @@
+"""What the registry knows and decides: names, base models, adapters, versions and the cutover between them.
+
+Pure: no I/O, no clock (times are arguments, in microseconds since the epoch), no SQL, no protobuf.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from common.adapter_format.base import KINDS, BaseLinears, kind_of, layer_of, read_linears
+from common.adapter_format.packed import PackedAdapter
+from loraplex.errors import AlreadyExists, InvalidBaseModel, InvalidName
+from loraplex.manifest import BaseManifest
+
+TENANT: Final = "default"
+ARCHITECTURES: Final = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+_ADAPTER_NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_BASE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
+_MAX_PARAMETERS: Final = 10**15
+_DTYPE_ORDER: Final = ("BF16", "F16", "F32")
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModelRecord:
+    """A registered base model, without its manifest."""
+
+    base_id: str
+    digest: str
+    architecture: str
+    num_parameters: int
+    create_time_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRecord:
+    """An immutable version and the artifact packed from it. Digests are lower-case hex SHA-256."""
+
+    version_digest: str
+    artifact_digest: str
+    base_digest: str
+    format: str
+    rank: int
+    artifact_bytes: int
+    target_modules: tuple[str, ...]
+    num_modules: int
+    num_base_modules: int
+    dtype: str
+    create_time_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRecord:
+    """A named adapter; `versions` are newest first and hold the one that `current` (a version digest) names."""
+
+    tenant: str
+    name: str
+    base_id: str
+    current: str
+    versions: tuple[VersionRecord, ...]
+    create_time_us: int
+    update_time_us: int
+
+    @property
+    def current_version(self) -> VersionRecord:
+        """The version that the bare name means."""
+        return next(version for version in self.versions if version.version_digest == self.current)
+
+
+@dataclass(frozen=True, slots=True)
+class DeletedAdapter:
+    """An adapter that is gone."""
+
+    tenant: str
+    name: str
+
+
+Entry = BaseModelRecord | AdapterRecord | DeletedAdapter
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What one transaction changed."""
+
+    revision: int
+    entries: tuple[Entry, ...]
+
+
+def check_adapter_name(name: str) -> str:
+    """Return `name` if it keeps to the grammar. Raises InvalidName."""
+    if not _ADAPTER_NAME.fullmatch(name):
+        raise InvalidName(
+            f"{_shown(name)} is no adapter name: use 1 to 63 of a-z, 0-9, '.', '_' and '-', starting with a letter or "
+            "digit",
+            field="name",
+        )
+    return name
+
+
+def check_base_id(base_id: str) -> str:
+    """Return `base_id` if it keeps to the grammar. Raises InvalidName."""
+    if not _BASE_ID.fullmatch(base_id):
+        raise InvalidName(
+            f"{_shown(base_id)} is no base id: use 'name' or 'owner/name', each 1 to 96 of letters, digits, '.', '_' "
+            "and '-', starting with a letter or digit",
+            field="base_id",
+        )
+    return base_id
+
+
+def is_sha256(text: str) -> bool:
+    """Tell whether `text` is a lower-case hex SHA-256."""
+    return bool(_SHA256.fullmatch(text))
+
+
+def describe_base(base_id: str, manifest: BaseManifest, claimed_digest: str, now_us: int) -> BaseModelRecord:
+    """Check a manifest and describe its base. Raises InvalidBaseModel, naming the field."""
+    names = [tensor.name for tensor in manifest.tensors]
+    if names != sorted(set(names)):
+        raise InvalidBaseModel("the manifest's tensors must be sorted by name, each once", field="manifest.tensors")
+    hashes = [manifest.tokenizer_sha256, *(tensor.sha256 for tensor in manifest.tensors)]
+    if manifest.chat_template_sha256:
+        hashes.append(manifest.chat_template_sha256)
+    if not all(is_sha256(digest) for digest in hashes):
+        raise InvalidBaseModel("the manifest's hashes must be lower-case hex SHA-256", field="manifest")
+    if manifest.num_parameters > _MAX_PARAMETERS:
+        raise InvalidBaseModel("the manifest's shapes are larger than any model", field="manifest.tensors")
+    config = _config(manifest)
+    architectures = config.get("architectures")
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else None
+    if architecture not in ARCHITECTURES:
+        raise InvalidBaseModel(
+            f"architecture {_shown(architecture)} is not supported; supported are {', '.join(ARCHITECTURES)}",
+            field="manifest.config_json",
+        )
+    linears = read_linears(manifest)
+    if linears.base_digest != claimed_digest:
+        raise InvalidBaseModel(
+            f"the manifest's digest is {linears.base_digest}, not {_shown(claimed_digest)}; compute it again",
+            field="manifest.digest",
+        )
+    _check_layers(linears, config.get("num_hidden_layers"))
+    return BaseModelRecord(base_id, linears.base_digest, str(architecture), manifest.num_parameters, now_us)
+
+
+def _config(manifest: BaseManifest) -> dict[str, Any]:
+    try:
+        config: Any = manifest.config
+    except (ValueError, RecursionError) as error:
+        raise InvalidBaseModel(f"config_json is not JSON: {error}", field="manifest.config_json") from error
+    if not isinstance(config, dict):
+        raise InvalidBaseModel("config_json is not a JSON object", field="manifest.config_json")
+    return config
+
+
+def _check_layers(linears: BaseLinears, num_layers: Any) -> None:
+    if not isinstance(num_layers, int) or isinstance(num_layers, bool) or num_layers < 1:
+        raise InvalidBaseModel(
+            f"num_hidden_layers is {_shown(num_layers)}, not a positive integer", field="manifest.config_json"
+        )
+    num_found = len(linears.shapes)
+    if num_found != num_layers * len(KINDS) or max(map(layer_of, linears.shapes)) != num_layers - 1:
+        raise InvalidBaseModel(
+            f"config_json tells {num_layers} layers of {len(KINDS)} linears ({', '.join(KINDS)}), but the tensors have "
+            f"{num_found} linears in {linears.num_layers} layers; mixture-of-experts models are not supported",
+            field="manifest.tensors",
+        )
+
+
+def describe_version(
+    adapter: PackedAdapter, artifact_digest: str, artifact_bytes: int, base: BaseLinears, now_us: int
+) -> VersionRecord:
+    """Describe a validated and packed adapter."""
+    return VersionRecord(
+        version_digest=adapter.version_digest,
+        artifact_digest=artifact_digest,
+        base_digest=adapter.base_digest,
+        format=adapter.format,
+        rank=max(module.rank for module in adapter.modules),
+        artifact_bytes=artifact_bytes,
+        target_modules=tuple(sorted({kind_of(module.name) for module in adapter.modules})),
+        num_modules=len(adapter.modules),
+        num_base_modules=len(base.shapes),
+        dtype=max((module.dtype for module in adapter.modules), key=_DTYPE_ORDER.index),
+        create_time_us=now_us,
+    )
+
+
+def cut_over(existing: AdapterRecord | None, name: str, base_id: str, version: VersionRecord) -> AdapterRecord:
+    """Make `version` the current one of the adapter `name`; returns `existing` itself where that changes nothing.
+
+    Content that is a version already becomes current again and keeps its place and time; another artifact of the same
+    version (a newer packer's) replaces the old one. Raises AlreadyExists where the name belongs to another base.
+    """
+    now_us = version.create_time_us
+    if existing is None:
+        return AdapterRecord(TENANT, name, base_id, version.version_digest, (version,), now_us, now_us)
+    if existing.base_id != base_id:
+        raise AlreadyExists(
+            f"adapter {name} belongs to base {existing.base_id}; delete it first or choose another name for this one",
+            field="name",
+        )
+    versions = existing.versions
+    known = next((v for v in versions if v.version_digest == version.version_digest), None)
+    if known is None:
+        versions = (version, *versions)
+    elif known.artifact_digest != version.artifact_digest:
+        version = replace(version, create_time_us=known.create_time_us)
+        versions = tuple(version if v is known else v for v in versions)
+    elif existing.current == version.version_digest:
+        return existing
+    return replace(existing, current=version.version_digest, versions=versions, update_time_us=now_us)
+
+
+def listing(names: Iterable[str], limit: int = 10) -> str:
+    """Return "a, b, c" or, of many, the first `limit` and how many more there are."""
+    names = sorted(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,103 @@
+"""AdapterService: uploads, downloads, look-ups, deletion and the watch, each by the module that owns it."""
+# ruff: noqa: N802, ARG002 - gRPC names the methods and passes a context
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+import structlog
+
+from loraplex.errors import AdapterNotFound, InvalidParameter
+from loraplex.registry.v1 import adapter_pb2, adapter_pb2_grpc
+from registry.artifacts import ArtifactFolder
+from registry.domain import TENANT, check_adapter_name
+from registry.service.garbage import collect
+from registry.service.messages import adapter_message
+from registry.service.pages import decode_token, encode_token, page_size
+from registry.service.tasks import to_the_end
+from registry.service.uploads import Uploads
+from registry.service.watches import Watches
+from registry.store import Store
+
+log = structlog.get_logger(__name__)
+
+_CHUNK_BYTES: Final = 2**20
+
+
+class Adapters(adapter_pb2_grpc.AdapterServiceServicer):
+    """Serves adapters from the store and their artifacts from the folder."""
+
+    def __init__(self, store: Store, artifacts: ArtifactFolder, uploads: Uploads, watches: Watches) -> None:
+        self._store = store
+        self._artifacts = artifacts
+        self._uploads = uploads
+        self._watches = watches
+
+    async def UploadArtifact(self, request_iterator: Any, context: Any) -> adapter_pb2.UploadArtifactResponse:
+        """Register a version of an adapter."""
+        return await self._uploads.upload(aiter(request_iterator))
+
+    async def DownloadArtifact(
+        self, request: adapter_pb2.DownloadArtifactRequest, context: Any
+    ) -> AsyncIterator[adapter_pb2.DownloadArtifactResponse]:
+        """Stream a packed file from an offset."""
+        stream, size = await asyncio.to_thread(self._artifacts.open_artifact, request.artifact_digest)
+        with stream:
+            if request.offset > size:
+                raise InvalidParameter(
+                    f"offset {request.offset} lies beyond the artifact's {size} bytes", field="offset", limit=size
+                )
+            yield adapter_pb2.DownloadArtifactResponse(info=adapter_pb2.ArtifactInfo(size_bytes=size))
+            stream.seek(request.offset)
+            while data := await asyncio.to_thread(stream.read, _CHUNK_BYTES):
+                yield adapter_pb2.DownloadArtifactResponse(data=data)
+
+    async def GetAdapter(self, request: adapter_pb2.GetAdapterRequest, context: Any) -> adapter_pb2.GetAdapterResponse:
+        """Tell one adapter with all its versions."""
+        name = check_adapter_name(request.name)
+        async with self._store.read() as reader:
+            adapter = await reader.adapter(TENANT, name)
+        if adapter is None:
+            raise _unknown_adapter(name)
+        return adapter_pb2.GetAdapterResponse(adapter=adapter_message(adapter))
+
+    async def ListAdapters(
+        self, request: adapter_pb2.ListAdaptersRequest, context: Any
+    ) -> adapter_pb2.ListAdaptersResponse:
+        """List adapters by name."""
+        size, after = page_size(request.page_size), decode_token("adapters", request.page_token)
+        async with self._store.read() as reader:
+            adapters = await reader.adapters(TENANT, after, size + 1)
+        token = encode_token("adapters", adapters[size - 1].name) if len(adapters) > size else ""
+        return adapter_pb2.ListAdaptersResponse(
+            adapters=[adapter_message(adapter, old_versions=False) for adapter in adapters[:size]],
+            next_page_token=token,
+        )
+
+    async def DeleteAdapter(
+        self, request: adapter_pb2.DeleteAdapterRequest, context: Any
+    ) -> adapter_pb2.DeleteAdapterResponse:
+        """Delete an adapter with its versions, and the artifacts that nothing else needs."""
+        revision = await to_the_end(self._delete(check_adapter_name(request.name)))
+        return adapter_pb2.DeleteAdapterResponse(revision=revision)
+
+    async def _delete(self, name: str) -> int:
+        async with self._store.write() as transaction:
+            adapter = await transaction.adapter(TENANT, name)
+            if adapter is None:
+                raise _unknown_adapter(name)
+            await transaction.delete_adapter(TENANT, name)
+        log.info("registry.adapter_deleted", name=name, revision=transaction.revision)
+        await collect(self._store, self._artifacts, {version.artifact_digest for version in adapter.versions})
+        return transaction.revision
+
+    async def Watch(self, request: adapter_pb2.WatchRequest, context: Any) -> AsyncIterator[adapter_pb2.WatchResponse]:
+        """Stream the catalog."""
+        async for event in self._watches.watch(request):
+            yield event
+
+
+def _unknown_adapter(name: str) -> AdapterNotFound:
+    return AdapterNotFound(f"no adapter {name} is registered", field="name", name=name)

@@ -1,0 +1,111 @@
+"""Between the domain's values and protobuf messages, both ways."""
+
+from __future__ import annotations
+
+import json
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from loraplex.manifest import BaseManifest, TensorInfo
+from loraplex.registry.v1 import adapter_pb2, base_model_pb2
+from registry.domain import AdapterRecord, BaseModelRecord, DeletedAdapter, Entry, VersionRecord
+
+
+def timestamp(time_us: int) -> Timestamp:
+    """Return microseconds since the epoch as a Timestamp."""
+    message = Timestamp()
+    message.FromMicroseconds(time_us)
+    return message
+
+
+def base_message(base: BaseModelRecord) -> base_model_pb2.BaseModel:
+    """Return a base model as clients see it."""
+    return base_model_pb2.BaseModel(
+        base_id=base.base_id,
+        digest=base.digest,
+        architecture=base.architecture,
+        num_parameters=base.num_parameters,
+        create_time=timestamp(base.create_time_us),
+    )
+
+
+def version_message(version: VersionRecord) -> adapter_pb2.AdapterVersion:
+    """Return a version as clients see it."""
+    return adapter_pb2.AdapterVersion(
+        version_digest=version.version_digest,
+        artifact_digest=version.artifact_digest,
+        base_digest=version.base_digest,
+        format=version.format,
+        rank=version.rank,
+        artifact_bytes=version.artifact_bytes,
+        target_modules=version.target_modules,
+        num_modules=version.num_modules,
+        num_base_modules=version.num_base_modules,
+        dtype=version.dtype,
+        create_time=timestamp(version.create_time_us),
+    )
+
+
+def adapter_message(adapter: AdapterRecord, *, old_versions: bool = True) -> adapter_pb2.Adapter:
+    """Return an adapter as clients see it, with all its versions or the current one only."""
+    versions = adapter.versions if old_versions else (adapter.current_version,)
+    return adapter_pb2.Adapter(
+        tenant=adapter.tenant,
+        name=adapter.name,
+        base_id=adapter.base_id,
+        current=version_message(adapter.current_version),
+        versions=[version_message(version) for version in versions],
+        create_time=timestamp(adapter.create_time_us),
+        update_time=timestamp(adapter.update_time_us),
+    )
+
+
+def entry_message(entry: Entry) -> adapter_pb2.CatalogEntry:
+    """Return an entry of a snapshot or change."""
+    match entry:
+        case BaseModelRecord():
+            return adapter_pb2.CatalogEntry(base_model=base_message(entry))
+        case AdapterRecord():
+            return adapter_pb2.CatalogEntry(adapter=adapter_message(entry))
+        case DeletedAdapter():
+            key = adapter_pb2.AdapterKey(tenant=entry.tenant, name=entry.name)
+            return adapter_pb2.CatalogEntry(deleted_adapter=key)
+
+
+def manifest_of(message: base_model_pb2.BaseModelManifest) -> BaseManifest:
+    """Return the manifest in a message; nothing is checked."""
+    return BaseManifest(
+        config_json=message.config_json,
+        tokenizer_sha256=message.tokenizer_sha256,
+        chat_template_sha256=message.chat_template_sha256,
+        tensors=tuple(TensorInfo(t.name, tuple(t.shape), t.dtype, t.sha256) for t in message.tensors),
+    )
+
+
+def manifest_message(manifest: BaseManifest, digest: str) -> base_model_pb2.BaseModelManifest:
+    """Return a manifest as a message."""
+    return base_model_pb2.BaseModelManifest(
+        digest=digest,
+        config_json=manifest.config_json,
+        tokenizer_sha256=manifest.tokenizer_sha256,
+        chat_template_sha256=manifest.chat_template_sha256,
+        tensors=[
+            base_model_pb2.TensorInfo(name=t.name, shape=t.shape, dtype=t.dtype, sha256=t.sha256)
+            for t in manifest.tensors
+        ],
+    )
+
+
+def manifest_text(manifest: BaseManifest) -> str:
+    """Return what the store keeps and `loraplex.manifest.manifest_from_json` reads."""
+    return json.dumps(
+        {
+            "config_json": manifest.config_json,
+            "tokenizer_sha256": manifest.tokenizer_sha256,
+            "chat_template_sha256": manifest.chat_template_sha256,
+            "tensors": [
+                {"name": t.name, "shape": t.shape, "dtype": t.dtype, "sha256": t.sha256} for t in manifest.tensors
+            ],
+        },
+        separators=(",", ":"),
+    )

@@ -1,0 +1,163 @@
+"""The grammar of an upload, enforced part by part while the files are written down.
+
+header (file_header data*)*, where the files are adapter_config.json and adapter_model.safetensors, each once, with the
+size and SHA-256 that its header told. The first message, the upload's header, is read by the caller.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from common.adapter_format.config import CONFIG_FILE
+from common.adapter_format.validate import WEIGHTS_FILE
+from loraplex.errors import (
+    CorruptArtifact,
+    InvalidAdapter,
+    InvalidParameter,
+    InvalidRequest,
+    TooLarge,
+    UnsupportedAdapter,
+)
+from loraplex.registry.v1 import adapter_pb2
+from registry.artifacts import ArtifactFolder, full_disk_is_no_space
+from registry.domain import is_sha256
+
+_FILES: Final = (CONFIG_FILE, WEIGHTS_FILE)
+_MAX_CONFIG_BYTES: Final = 2**20
+_MAX_DATA_BYTES: Final = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedFiles:
+    """A whole upload: the config's bytes and where the weights lie."""
+
+    config: bytes
+    weights: Path
+
+
+class UploadReceiver:
+    """Takes the parts of one upload in order and writes its files into `folder`. Its methods block.
+
+    A refusal is a LoraplexError; after one the receiver is done with. `close` may be called at any time.
+    """
+
+    def __init__(self, folder: Path, artifacts: ArtifactFolder, *, max_upload_bytes: int) -> None:
+        self._folder = folder
+        self._artifacts = artifacts
+        self._max_upload_bytes = max_upload_bytes
+        self._announced_bytes = 0
+        self._header: adapter_pb2.FileHeader | None = None
+        self._stream: BinaryIO | None = None
+        self._received_bytes = 0
+        self._hash = hashlib.sha256()
+        self._done: set[str] = set()
+
+    def take(self, part: adapter_pb2.UploadArtifactRequest) -> None:
+        """Take the next part."""
+        match part.WhichOneof("part"):
+            case "file_header":
+                self._finish_file()
+                self._begin_file(part.file_header)
+            case "data":
+                self._append(part.data)
+            case "header":
+                raise InvalidRequest("the upload's header was sent twice; it comes once, first", field="header")
+            case _:
+                raise InvalidRequest("a message of the upload is empty", field="part")
+
+    def finish(self) -> ReceivedFiles:
+        """End the upload. Raises where a file is missing or not whole."""
+        self._finish_file()
+        missing = [name for name in _FILES if name not in self._done]
+        if missing:
+            raise InvalidAdapter(
+                f"{' and '.join(missing)} missing: an adapter folder has {CONFIG_FILE} and {WEIGHTS_FILE}, as PEFT's "
+                "save_pretrained writes them",
+                field=missing[0],
+            )
+        return ReceivedFiles((self._folder / CONFIG_FILE).read_bytes(), self._folder / WEIGHTS_FILE)
+
+    def close(self) -> None:
+        """Close the file that is being written, if one is."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def _begin_file(self, header: adapter_pb2.FileHeader) -> None:
+        if header.name not in _FILES:
+            raise _foreign_file(header.name)
+        if header.name in self._done:
+            raise InvalidRequest(f"{header.name} was sent twice", field="file_header.name")
+        if not is_sha256(header.sha256):
+            raise InvalidParameter(
+                f"the sha256 of {header.name} must be 64 lower-case hex characters", field="file_header.sha256"
+            )
+        if header.name == CONFIG_FILE and header.size_bytes > _MAX_CONFIG_BYTES:
+            raise TooLarge(
+                f"{CONFIG_FILE} has {header.size_bytes} bytes; at most {_MAX_CONFIG_BYTES} are accepted",
+                field="file_header.size_bytes",
+                limit=_MAX_CONFIG_BYTES,
+            )
+        self._announced_bytes += header.size_bytes
+        if self._announced_bytes > self._max_upload_bytes:
+            raise TooLarge(
+                f"the upload has at least {self._announced_bytes} bytes; at most {self._max_upload_bytes} are accepted",
+                field="file_header.size_bytes",
+                limit=self._max_upload_bytes,
+            )
+        self._artifacts.require_space(2 * header.size_bytes)  # the upload, and the artifact packed from it
+        with full_disk_is_no_space():
+            self._stream = (self._folder / header.name).open("wb")
+        self._header, self._received_bytes, self._hash = header, 0, hashlib.sha256()
+
+    def _append(self, data: bytes) -> None:
+        if self._header is None or self._stream is None:
+            raise InvalidRequest("data came before a file_header", field="data")
+        if len(data) > _MAX_DATA_BYTES:
+            raise InvalidParameter(f"a data message has {len(data)} bytes; at most {_MAX_DATA_BYTES}", field="data")
+        self._received_bytes += len(data)
+        if self._received_bytes > self._header.size_bytes:
+            raise InvalidRequest(
+                f"{self._header.name} has more data than the {self._header.size_bytes} bytes of its header",
+                field="file_header.size_bytes",
+            )
+        self._hash.update(data)
+        with full_disk_is_no_space():
+            self._stream.write(data)
+
+    def _finish_file(self) -> None:
+        if self._header is None:
+            return
+        header, self._header = self._header, None
+        with full_disk_is_no_space():
+            self.close()
+        if self._received_bytes != header.size_bytes:
+            raise CorruptArtifact(
+                f"{header.name} is truncated: {self._received_bytes} of {header.size_bytes} bytes came",
+                file=header.name,
+            )
+        if self._hash.hexdigest() != header.sha256:
+            raise CorruptArtifact(
+                f"{header.name} arrived with SHA-256 {self._hash.hexdigest()}, not {header.sha256} as announced; "
+                "send it again",
+                file=header.name,
+            )
+        self._done.add(header.name)
+
+
+def _foreign_file(name: str) -> InvalidAdapter:
+    shown = json.dumps(name[:80])
+    if name.endswith((".bin", ".pt", ".pth", ".pkl", ".ckpt")):
+        return UnsupportedAdapter(
+            f"{shown} is a pickle, which can run code when loaded and is never accepted; save the adapter as "
+            f"{WEIGHTS_FILE}: save_pretrained(..., safe_serialization=True)",
+            field="file_header.name",
+        )
+    return InvalidAdapter(
+        f"{shown} is not a file of an adapter; only {' and '.join(_FILES)} are accepted, without any folder",
+        field="file_header.name",
+    )

@@ -1,0 +1,203 @@
+"""UploadArtifact: from a stream of parts to a new current version, or to nothing at all.
+
+Receives into a private folder that goes away whatever happens, validates and packs in worker threads, and publishes
+the artifact inside the write transaction that names it: no version without its file. A crash between the two leaves
+at most a file that no version names, which the next start removes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from common.adapter_format.base import BaseLinears, read_linears
+from common.adapter_format.packed import pack
+from common.adapter_format.validate import validate
+from loraplex.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidParameter,
+    InvalidRequest,
+    ResourceExhausted,
+)
+from loraplex.manifest import manifest_from_json
+from loraplex.registry.v1 import adapter_pb2
+from registry.artifacts import ArtifactFolder, full_disk_is_no_space
+from registry.domain import TENANT, VersionRecord, check_adapter_name, cut_over, describe_version, listing
+from registry.service.base_models import unknown_base
+from registry.service.garbage import collect
+from registry.service.messages import adapter_message
+from registry.service.receiver import ReceivedFiles, UploadReceiver
+from registry.service.tasks import to_the_end
+from registry.settings import RegistrySettings
+from registry.store import Reader, Store
+
+log = structlog.get_logger(__name__)
+
+_VALIDATION_THREADS: Final = 2  # validation hashes and scans whole adapters; the rest of the registry needs CPU too
+_Parts = AsyncIterator[adapter_pb2.UploadArtifactRequest]
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What an admitted upload will be a version of."""
+
+    name: str
+    base_id: str
+    manifest: str
+
+
+class Uploads:
+    """Owns the uploads in progress."""
+
+    def __init__(self, store: Store, artifacts: ArtifactFolder, settings: RegistrySettings) -> None:
+        self._store = store
+        self._artifacts = artifacts
+        self._max_upload_bytes = settings.max_upload_bytes
+        self._idle_timeout_s = settings.upload_idle_timeout_s
+        self._num_places = settings.max_concurrent_uploads
+        self._places = asyncio.Semaphore(self._num_places)
+        self._validators = ThreadPoolExecutor(_VALIDATION_THREADS, "validate")
+
+    async def close(self) -> None:
+        """Wait until all uploads have ended, each cleaned up, and stop the worker threads."""
+        for _ in range(self._num_places):
+            await self._places.acquire()
+        self._validators.shutdown()
+
+    async def upload(self, parts: _Parts) -> adapter_pb2.UploadArtifactResponse:
+        """Serve one call."""
+        started = time.monotonic()
+        first = await self._next(parts)
+        if first is None or first.WhichOneof("part") != "header":
+            raise InvalidRequest("an upload starts with a header: the adapter's name and base", field="header")
+        async with self._store.read() as reader:
+            target = await self._admit(first.header, reader)
+        async with self._place(), self._folder() as folder:
+            files = await self._receive(parts, folder)
+            version, packed = await self._in_validator(lambda: self._make_version(files, target, folder))
+            response = await to_the_end(self._commit(target, version, packed))
+        log.info(
+            "registry.adapter_uploaded",
+            name=target.name,
+            version=version.version_digest[:12],
+            artifact=version.artifact_digest[:12],
+            changed=response.changed,
+            revision=response.revision,
+            seconds=round(time.monotonic() - started, 3),
+        )
+        return response
+
+    async def _admit(self, header: adapter_pb2.UploadHeader, reader: Reader) -> _Target:
+        """Check all that can be checked before any data comes."""
+        name, base_id = check_adapter_name(header.name), header.base_id
+        if not base_id:
+            bases = [base.base_id for base in await reader.bases()]
+            if not bases:
+                raise FailedPrecondition("no base model is registered yet; add one first: loraplex base add DIR")
+            if len(bases) > 1:
+                raise InvalidParameter(
+                    f"several base models are registered ({listing(bases)}); say which the adapter belongs to",
+                    field="base_id",
+                )
+            base_id = bases[0]
+        manifest = await reader.manifest(base_id)
+        if manifest is None:
+            raise unknown_base(base_id, await reader.bases())
+        await _check_name_is_free(reader, name, base_id)
+        return _Target(name, base_id, manifest)
+
+    async def _receive(self, parts: _Parts, folder: Path) -> ReceivedFiles:
+        receiver = UploadReceiver(folder, self._artifacts, max_upload_bytes=self._max_upload_bytes)
+        try:
+            while (part := await self._next(parts)) is not None:
+                await to_the_end(asyncio.to_thread(receiver.take, part))
+            return await to_the_end(asyncio.to_thread(receiver.finish))
+        finally:
+            receiver.close()
+
+    def _make_version(self, files: ReceivedFiles, target: _Target, folder: Path) -> tuple[VersionRecord, Path]:
+        """Validate, pack and sync; blocks."""
+        base: BaseLinears = read_linears(manifest_from_json(target.manifest))
+        adapter = validate(files.config, files.weights, base)
+        packed = folder / "packed"
+        with full_disk_is_no_space():
+            digest = pack(adapter, packed)
+        self._artifacts.sync(packed)
+        now_us = time.time_ns() // 1000
+        return describe_version(adapter, digest, packed.stat().st_size, base, now_us), packed
+
+    async def _commit(
+        self, target: _Target, version: VersionRecord, packed: Path
+    ) -> adapter_pb2.UploadArtifactResponse:
+        async with self._store.write() as transaction:
+            await _check_name_is_free(transaction, target.name, target.base_id)
+            existing = await transaction.adapter(TENANT, target.name)
+            adapter = cut_over(existing, target.name, target.base_id, version)
+            # Also where nothing changes: an artifact that was lost comes back by registering it again.
+            await asyncio.to_thread(self._artifacts.publish, packed, version.artifact_digest)
+            if adapter is not existing:
+                await transaction.put_adapter(adapter)
+        dropped = {v.artifact_digest for v in existing.versions if v not in adapter.versions} if existing else set()
+        await collect(self._store, self._artifacts, dropped)
+        return adapter_pb2.UploadArtifactResponse(
+            adapter=adapter_message(adapter), revision=transaction.revision, changed=adapter is not existing
+        )
+
+    async def _next(self, parts: _Parts) -> adapter_pb2.UploadArtifactRequest | None:
+        """Return the next part, None at the end. Raises DeadlineExceeded where none comes."""
+        try:
+            async with asyncio.timeout(self._idle_timeout_s):
+                return await anext(parts, None)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"the upload stood still for {self._idle_timeout_s:g} s; start it again") from error
+
+    async def _in_validator(self, work: Callable[[], tuple[VersionRecord, Path]]) -> tuple[VersionRecord, Path]:
+        async def run() -> tuple[VersionRecord, Path]:
+            return await asyncio.get_running_loop().run_in_executor(self._validators, work)
+
+        return await to_the_end(run())
+
+    @asynccontextmanager
+    async def _place(self) -> AsyncIterator[None]:
+        """Wait for one of the places of concurrent uploads."""
+        try:
+            async with asyncio.timeout(self._idle_timeout_s):
+                await self._places.acquire()
+        except TimeoutError as error:
+            raise ResourceExhausted("too many uploads at a time; try again later", retry_after_s=1.0) from error
+        try:
+            yield
+        finally:
+            self._places.release()
+
+    @asynccontextmanager
+    async def _folder(self) -> AsyncIterator[Path]:
+        """Lend a folder that is removed whatever happens."""
+        folder = await asyncio.to_thread(self._artifacts.new_incoming)
+        try:
+            yield folder
+        finally:
+            await to_the_end(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
+
+
+async def _check_name_is_free(reader: Reader, name: str, base_id: str) -> None:
+    """Refuse a name that means something else: a base, or an adapter of another base."""
+    if await reader.base(name) is not None:
+        raise AlreadyExists(f"{name} is the id of a base model; choose another name", field="name")
+    existing = await reader.adapter(TENANT, name)
+    if existing is not None and existing.base_id != base_id:
+        raise AlreadyExists(
+            f"adapter {name} belongs to base {existing.base_id}; delete it first or choose another name for this one",
+            field="name",
+        )

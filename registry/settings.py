@@ -1,0 +1,45 @@
+"""What the registry can be told, by flags or LORAPLEX_REGISTRY_<FIELD>."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import sqlalchemy as sa
+from pydantic import Field, field_validator
+from pydantic_settings import SettingsConfigDict
+
+from common.config import Port, ServiceSettings
+from registry.database import parse_url
+
+
+class RegistrySettings(ServiceSettings):
+    """Settings of the registry process."""
+
+    model_config = SettingsConfigDict(env_prefix="LORAPLEX_REGISTRY_")
+
+    port: Port = Field(50051, description="port of the gRPC server; 0 takes a free one")
+    state_dir: Path = Field(..., description="folder for the database, artifacts and uploads; one process at a time")
+    database_url: str | None = Field(
+        None, description="sqlite:///PATH or postgresql://USER@HOST/NAME; by default SQLite in the state folder"
+    )
+    max_upload_bytes: Annotated[int, Field(ge=2**10)] = Field(2**30, description="largest upload accepted, in bytes")
+    max_concurrent_uploads: Annotated[int, Field(ge=1)] = Field(8, description="uploads received at a time; more wait")
+    upload_idle_timeout_s: Annotated[float, Field(gt=0)] = Field(60.0, description="longest silence in an upload")
+    keep_changes: Annotated[int, Field(ge=1)] = Field(10_000, description="transactions kept for watchers that resume")
+    heartbeat_s: Annotated[float, Field(gt=0)] = Field(5.0, description="time between a watcher's heartbeats")
+    drain_timeout_s: Annotated[float, Field(ge=0)] = Field(10.0, description="time that running calls get at shutdown")
+
+    @field_validator("database_url")
+    @classmethod
+    def _supported(cls, url: str | None) -> str | None:
+        if url is not None:
+            parse_url(url)
+        return url
+
+    @property
+    def url(self) -> sa.URL:
+        """The database: as told, else SQLite in the state folder."""
+        if self.database_url is not None:
+            return parse_url(self.database_url)
+        return sa.URL.create("sqlite+aiosqlite", database=str(self.state_dir / "registry.sqlite3"))

@@ -1,0 +1,211 @@
+"""The source of truth in SQL: reads, and write transactions that each take the next revision. Decides nothing.
+
+A write transaction begins by `UPDATE head SET revision = revision + 1 RETURNING revision`: the row's lock makes commit
+order revision order, without gaps. What it changes goes into the change log under its revision. A transaction that
+changes nothing rolls back and takes no revision.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict, dataclass
+
+import sqlalchemy as sa
+import structlog
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from loraplex.errors import NoSpace, RegistryUnavailable
+from registry.domain import AdapterRecord, BaseModelRecord, Change, DeletedAdapter, Entry, VersionRecord
+from registry.entries import decode_entries, encode_entries
+from registry.tables import ADAPTERS, BASE_MODELS, CHANGES, HEAD, VERSIONS
+
+log = structlog.get_logger(__name__)
+
+NOTIFY_CHANNEL = "loraplex_head"
+_BASE_COLUMNS = [column for column in BASE_MODELS.c if column.name != "manifest"]
+_VERSION_COLUMNS = [column for column in VERSIONS.c if column.name != "id"]
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Which store this is and its newest revision."""
+
+    store_id: str
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The whole catalog at one revision."""
+
+    head: Head
+    entries: tuple[Entry, ...]
+
+
+class Reader:
+    """Reads on one connection, all in one snapshot."""
+
+    def __init__(self, connection: AsyncConnection) -> None:
+        self._connection = connection
+
+    async def head(self) -> Head:
+        """Return the store's identity and newest revision."""
+        row = (await self._connection.execute(sa.select(HEAD.c.store_id, HEAD.c.revision))).one()
+        return Head(row.store_id, row.revision)
+
+    async def base(self, base_id: str) -> BaseModelRecord | None:
+        """Return a base model, or None."""
+        query = sa.select(*_BASE_COLUMNS).where(BASE_MODELS.c.base_id == base_id)
+        row = (await self._connection.execute(query)).mappings().one_or_none()
+        return BaseModelRecord(**row) if row else None
+
+    async def manifest(self, base_id: str) -> str | None:
+        """Return a base model's manifest as it was put, or None."""
+        query = sa.select(BASE_MODELS.c.manifest).where(BASE_MODELS.c.base_id == base_id)
+        return (await self._connection.execute(query)).scalar_one_or_none()
+
+    async def bases(self, after: str = "", limit: int | None = None) -> list[BaseModelRecord]:
+        """Return base models by id, those after `after`."""
+        query = sa.select(*_BASE_COLUMNS).where(BASE_MODELS.c.base_id > after).order_by(BASE_MODELS.c.base_id)
+        rows = await self._connection.execute(query.limit(limit))
+        return [BaseModelRecord(**row) for row in rows.mappings()]
+
+    async def adapter(self, tenant: str, name: str) -> AdapterRecord | None:
+        """Return an adapter with its versions, or None."""
+        found = await self._adapters(sa.and_(ADAPTERS.c.tenant == tenant, ADAPTERS.c.name == name), None)
+        return found[0] if found else None
+
+    async def adapters(self, tenant: str, after: str = "", limit: int | None = None) -> list[AdapterRecord]:
+        """Return a tenant's adapters by name, those after `after`."""
+        return await self._adapters(sa.and_(ADAPTERS.c.tenant == tenant, ADAPTERS.c.name > after), limit)
+
+    async def snapshot(self) -> Snapshot:
+        """Return the whole catalog and its revision."""
+        head = await self.head()
+        return Snapshot(head, (*await self.bases(), *await self._adapters(sa.true(), None)))
+
+    async def changes(self, after: int, limit: int) -> list[Change]:
+        """Return the logged transactions after a revision, oldest first."""
+        query = sa.select(CHANGES).where(CHANGES.c.revision > after).order_by(CHANGES.c.revision).limit(limit)
+        return [Change(row.revision, decode_entries(row.payload)) for row in await self._connection.execute(query)]
+
+    async def referenced(self, artifact_digests: Collection[str]) -> set[str]:
+        """Return those of the digests that some version names."""
+        found: set[str] = set()
+        digests = sorted(artifact_digests)
+        for at in range(0, len(digests), 500):
+            query = sa.select(VERSIONS.c.artifact_digest).where(VERSIONS.c.artifact_digest.in_(digests[at : at + 500]))
+            found.update((await self._connection.execute(query.distinct())).scalars())
+        return found
+
+    async def _adapters(self, which: sa.ColumnElement[bool], limit: int | None) -> list[AdapterRecord]:
+        page = sa.select(ADAPTERS).where(which).order_by(ADAPTERS.c.tenant, ADAPTERS.c.name).limit(limit).subquery()
+        both = sa.and_(VERSIONS.c.tenant == page.c.tenant, VERSIONS.c.name == page.c.name)
+        versions: dict[tuple[str, str], list[VersionRecord]] = {}
+        newest_first = sa.select(*_VERSION_COLUMNS).join(page, both).order_by(VERSIONS.c.id.desc())
+        for row in (await self._connection.execute(newest_first)).mappings():
+            fields = dict(row)
+            key = (fields.pop("tenant"), fields.pop("name"))
+            fields["target_modules"] = tuple(fields["target_modules"].split(","))
+            versions.setdefault(key, []).append(VersionRecord(**fields))
+        rows = await self._connection.execute(sa.select(page).order_by(page.c.tenant, page.c.name))
+        return [AdapterRecord(**row, versions=tuple(versions[row["tenant"], row["name"]])) for row in rows.mappings()]
+
+
+class WriteTransaction(Reader):
+    """One transaction; holds the write lock until it ends. `revision` is what it commits as."""
+
+    def __init__(self, connection: AsyncConnection, revision: int) -> None:
+        super().__init__(connection)
+        self.revision = revision
+        self.entries: list[Entry] = []
+
+    async def put_base(self, base: BaseModelRecord, manifest: str) -> None:
+        """Add a base model."""
+        await self._connection.execute(sa.insert(BASE_MODELS).values(**asdict(base), manifest=manifest))
+        self.entries.append(base)
+
+    async def put_adapter(self, adapter: AdapterRecord) -> None:
+        """Add an adapter or bring the stored one to this state; versions are added or changed, never taken away."""
+        fields = {name: value for name, value in asdict(adapter).items() if name != "versions"}
+        key = {"tenant": adapter.tenant, "name": adapter.name}
+        known = await self.adapter(adapter.tenant, adapter.name)
+        if known is None:
+            await self._connection.execute(sa.insert(ADAPTERS).values(**fields))
+        else:
+            await self._connection.execute(sa.update(ADAPTERS).filter_by(**key).values(**fields))
+        stored = {version.version_digest: version for version in known.versions} if known else {}
+        for version in reversed(adapter.versions):  # oldest first, so that the newest gets the highest id
+            if stored.get(version.version_digest) == version:
+                continue
+            row = {**asdict(version), "target_modules": ",".join(version.target_modules)}
+            if version.version_digest in stored:
+                where = {**key, "version_digest": version.version_digest}
+                await self._connection.execute(sa.update(VERSIONS).filter_by(**where).values(**row))
+            else:
+                await self._connection.execute(sa.insert(VERSIONS).values(**key, **row))
+        self.entries.append(adapter)
+
+    async def delete_adapter(self, tenant: str, name: str) -> None:
+        """Delete an adapter with its versions."""
+        for table in (VERSIONS, ADAPTERS):
+            await self._connection.execute(sa.delete(table).filter_by(tenant=tenant, name=name))
+        self.entries.append(DeletedAdapter(tenant, name))
+
+
+class Store:
+    """Owns the engine's transactions. `on_commit` is told each revision this process commits."""
+
+    def __init__(self, engine: AsyncEngine, *, keep_changes: int, on_commit: Callable[[int], None]) -> None:
+        snapshot_reads = {"isolation_level": "REPEATABLE READ"} if engine.dialect.name == "postgresql" else {}
+        self._readers = engine.execution_options(**snapshot_reads)
+        self._writers = engine.execution_options(immediate=True)
+        self._keep_changes = keep_changes
+        self._on_commit = on_commit
+        self._write_turn = asyncio.Lock()  # waiting here costs no connection
+
+    @asynccontextmanager
+    async def read(self) -> AsyncIterator[Reader]:
+        """Open one snapshot for reading."""
+        with _typed_failures():
+            async with self._readers.begin() as connection:
+                yield Reader(connection)
+
+    @asynccontextmanager
+    async def write(self) -> AsyncIterator[WriteTransaction]:
+        """Open a write transaction; it commits at the end of the block where it changed something."""
+        with _typed_failures():
+            async with self._write_turn:
+                async with self._writers.connect() as connection, connection.begin() as sql_transaction:
+                    next_revision = sa.update(HEAD).values(revision=HEAD.c.revision + 1).returning(HEAD.c.revision)
+                    transaction = WriteTransaction(connection, (await connection.execute(next_revision)).scalar_one())
+                    yield transaction
+                    if not transaction.entries:
+                        transaction.revision -= 1
+                        await sql_transaction.rollback()
+                        return
+                    await self._log(connection, transaction)
+                self._on_commit(transaction.revision)
+
+    async def _log(self, connection: AsyncConnection, transaction: WriteTransaction) -> None:
+        revision = transaction.revision
+        payload = encode_entries(transaction.entries)
+        await connection.execute(sa.insert(CHANGES).values(revision=revision, payload=payload))
+        await connection.execute(sa.delete(CHANGES).where(CHANGES.c.revision <= revision - self._keep_changes))
+        if connection.dialect.name == "postgresql":
+            await connection.execute(sa.select(sa.func.pg_notify(NOTIFY_CHANNEL, str(revision))))
+
+
+@contextmanager
+def _typed_failures() -> Iterator[None]:
+    """Turn what happens to databases now and then into errors that clients understand."""
+    try:
+        yield
+    except (sa.exc.OperationalError, sa.exc.InterfaceError, sa.exc.TimeoutError) as error:
+        cause = str(getattr(error, "orig", error))  # without the statement and its values
+        log.warning("registry.database_failed", error=cause)
+        if "disk is full" in cause:
+            raise NoSpace("the disk of the registry's database is full") from error
+        raise RegistryUnavailable("the registry's database cannot be reached; try again", retry_after_s=1.0) from error

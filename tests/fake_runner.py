@@ -1,0 +1,199 @@
+"""A runner without a model: deterministic tokens, and a strict check of every plan it is given.
+
+The next token is a pure function of the adapter's bytes and all tokens before, so chunking, batching and neighbours
+must not change it. Some prompt tokens are orders (see `Trigger`), so that tests across processes can ask for failures.
+An adapter is any file; one that starts with `corrupt` raises CorruptArtifact, with `crash` RuntimeError; one that
+starts with `slow` waits for `load_gate` (if there is one) or 0.2 s.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+
+from loraplex.errors import CorruptArtifact
+from worker.engine.plan import (
+    BASE_SLOT,
+    NewRequest,
+    SampledLogprobs,
+    SampledTokens,
+    SequenceStep,
+    StepPlan,
+    StepResult,
+)
+
+
+class Trigger(IntEnum):
+    """What the first prompt token makes the fake do, when `triggers` is on."""
+
+    FAIL_STEP = 1  # every step with this request raises
+    CRASH_PROCESS = 2  # the process ends with status 42 at once
+    HANG = 3  # the step lasts 3600 s
+    EOS_SOON = 4  # the fourth generated token is the end of sequence
+
+
+@dataclass
+class _Sequence:
+    new: NewRequest
+    tokens: list[int]  # prompt and what was sampled
+    computed: int = 0
+    blocks: tuple[int, ...] = ()
+    slot: int | None = None
+    adapter: bytes = b""  # by identity: another load of equal bytes is another adapter
+
+
+def next_token(tokens: Sequence[int], adapter: bytes, vocab_size: int, eos: int) -> int:
+    """The fake model: never eos."""
+    digest = zlib.crc32(adapter + b"|" + ",".join(map(str, tokens)).encode())
+    token = digest % vocab_size
+    return token if token != eos else (token + 1) % vocab_size
+
+
+def expected_tokens(
+    prompt: Sequence[int], count: int, *, adapter: bytes = b"", vocab_size: int = 256, eos: int = 0
+) -> list[int]:
+    """What a request must generate, alone or in any company."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens, adapter, vocab_size, eos))
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class FakeRunner:
+    """See the module. All plan invariants are asserted; a broken one raises AssertionError out of `execute`."""
+
+    vocab_size: int = 256
+    max_context_tokens: int = 256
+    block_tokens: int = 16
+    total_blocks: int = 64
+    eos_token: int = 0
+    step_s: float = 0.0
+    triggers: bool = False
+    fail_steps: set[int] = field(default_factory=set)  # step numbers that raise
+    load_gate: threading.Event | None = None
+    prefill_rate: float = 1000.0
+    decode_rate: float = 100.0
+    device: str = "cpu"
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        self.eos_token_ids = frozenset({self.eos_token})
+        self.sequences: dict[int, _Sequence] = {}
+        self.adapters: dict[int, bytes] = {}
+        self.block_owner: dict[int, int] = {}
+        self.plans: list[StepPlan] = []
+        self.keep_plans = False
+        self._lock = threading.Lock()
+        self._doubtful: set[int] = set()  # requests of a plan that failed: their end may be told twice
+
+    def calibrate(self) -> tuple[float, float]:
+        return self.prefill_rate, self.decode_rate
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if self.keep_plans:
+            self.plans.append(plan)
+        self._begin(plan)
+        if self.step_s:
+            time.sleep(self.step_s)
+        self._obey(plan)
+        return StepResult(plan.step, tuple([s for step in plan.sequences if (s := self._compute(step)) is not None]))
+
+    def prepare_adapter(self, slot: int, path: Path) -> int:
+        data = path.read_bytes()
+        if data.startswith(b"slow"):
+            if self.load_gate is None:
+                time.sleep(0.2)
+            else:
+                assert self.load_gate.wait(30), "nobody opened the load gate"
+        if data.startswith(b"corrupt"):
+            raise CorruptArtifact("the adapter's file is damaged", path=path.name)
+        if data.startswith(b"crash"):
+            raise RuntimeError("a bug in the adapter's loading")
+        with self._lock:
+            assert slot not in self.adapters, f"slot {slot} is loaded over a resident adapter"
+            self.adapters[slot] = data
+        return len(data)
+
+    def release_adapter(self, slot: int) -> None:
+        with self._lock:
+            del self.adapters[slot]  # a request that still uses it fails its check in the next plan
+
+    def _begin(self, plan: StepPlan) -> None:
+        for request_id in plan.ended_request_ids:
+            sequence = self.sequences.pop(request_id, None)
+            assert sequence is not None or request_id in self._doubtful, f"unknown request {request_id} ended"
+            if sequence is not None:
+                for block in sequence.blocks:
+                    if self.block_owner.get(block) == request_id:
+                        del self.block_owner[block]
+        for new in plan.new_requests:
+            assert new.request_id not in self.sequences, f"request {new.request_id} is announced twice"
+            self.sequences[new.request_id] = _Sequence(new, list(new.prompt_token_ids))
+        ids = [step.request_id for step in plan.sequences]
+        assert ids, "an empty plan"
+        assert len(set(ids)) == len(ids), "a request stands twice in a plan"
+        assert set(ids) >= {new.request_id for new in plan.new_requests}, "a new request computes nothing"
+        for step in plan.sequences:
+            self._check(step)
+        self._doubtful |= set(ids) | set(plan.ended_request_ids)
+
+    def _check(self, step: SequenceStep) -> None:
+        sequence = self.sequences[step.request_id]
+        end = step.position + len(step.token_ids)
+        assert step.token_ids, "a request computes no token"
+        assert step.position == sequence.computed, "positions are not contiguous: KV is read before it is written"
+        assert list(step.token_ids) == sequence.tokens[step.position : end], "tokens differ from the known ones"
+        assert step.sample == (end == len(sequence.tokens)), "sampling before, or not at, the last known token"
+        assert len(step.block_ids) == -(-end // self.block_tokens), "wrong number of KV blocks"
+        assert step.block_ids[: len(sequence.blocks)] == sequence.blocks, "the KV blocks of a request changed"
+        assert sequence.slot in (None, step.adapter_slot), "the adapter slot of a request changed"
+        if step.adapter_slot != BASE_SLOT:
+            assert step.adapter_slot in self.adapters, "the adapter is not resident"
+            if sequence.slot is None:
+                sequence.adapter = self.adapters[step.adapter_slot]
+            assert sequence.adapter is self.adapters[step.adapter_slot], "the adapter changed under a request"
+        for block in step.block_ids:
+            assert 0 <= block < self.total_blocks
+            owner = self.block_owner.setdefault(block, step.request_id)
+            assert owner == step.request_id, f"KV block {block} has two owners"
+        sequence.blocks = step.block_ids
+        sequence.slot = step.adapter_slot
+
+    def _obey(self, plan: StepPlan) -> None:
+        if plan.step in self.fail_steps:
+            raise RuntimeError(f"step {plan.step} was told to fail")
+        if not self.triggers:
+            return
+        for step in plan.sequences:
+            order = self.sequences[step.request_id].new.prompt_token_ids[0]
+            if order == Trigger.CRASH_PROCESS:
+                os._exit(42)
+            if order == Trigger.HANG:
+                time.sleep(3600)
+            if order == Trigger.FAIL_STEP:
+                raise RuntimeError("a request told the step to fail")
+
+    def _compute(self, step: SequenceStep) -> SampledTokens | None:
+        sequence = self.sequences[step.request_id]
+        sequence.computed += len(step.token_ids)
+        self._doubtful.discard(step.request_id)
+        if not step.sample:
+            return None
+        prompt = sequence.new.prompt_token_ids
+        token = next_token(sequence.tokens, sequence.adapter, self.vocab_size, self.eos_token)
+        if self.triggers and prompt[0] == Trigger.EOS_SOON and len(sequence.tokens) == len(prompt) + 3:
+            token = self.eos_token
+        sequence.tokens.append(token)
+        alternatives = sequence.new.sampling.logprobs
+        logprobs: tuple[SampledLogprobs, ...] = ()
+        if alternatives >= 0:
+            top = tuple([((token + rank) % self.vocab_size, -0.5 - rank) for rank in range(alternatives)])
+            logprobs = (SampledLogprobs(-0.5, top),)
+        return SampledTokens(step.request_id, (token,), logprobs)

@@ -1,0 +1,309 @@
+"""A front end when things go wrong: the engine dies, readers do not read, clients vanish, the registry is away."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import grpc
+import psutil
+import pytest
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from loraplex.errors import (
+    ArtifactUnreachable,
+    Draining,
+    EngineDown,
+    FailedPrecondition,
+    QueueFull,
+    ResourceExhausted,
+    from_rpc_error,
+)
+from loraplex.worker.v1.worker_pb2 import WatchStatusRequest, WorkerState
+from loraplex.worker.v1.worker_pb2_grpc import WorkerServiceStub
+from tests.fake_runner import Trigger
+from tests.tiny_base import write_tiny_base
+from tests.worker_front import ArtifactServer, Front, Merged, running_front, serving_artifacts
+from worker.backoff import Backoff
+from worker.engine_client import EngineOptions
+from worker.engine_link import EngineStartError
+from worker.generation import StreamLimits
+
+SERVING, NOT_SERVING, DRAINING = (
+    WorkerState.WORKER_STATE_SERVING,
+    WorkerState.WORKER_STATE_NOT_SERVING,
+    WorkerState.WORKER_STATE_DRAINING,
+)
+SLOW = {"STEP_S": "0.005", "CONTEXT": "4096", "TOTAL_BLOCKS": "2048", "TRIGGERS": "1"}
+LARGE_WINDOW_TOKENS = 3000
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return write_tiny_base(tmp_path_factory.mktemp("front") / "base")
+
+
+def idle(fields) -> bool:
+    return fields["running_requests"] == fields["waiting_requests"] == fields["queued_prefill_tokens"] == 0
+
+
+def engine_pid() -> int:
+    (engine,) = [
+        child for child in psutil.Process().children() if any("fake_engine_process" in part for part in child.cmdline())
+    ]
+    return engine.pid
+
+
+async def health(front: Front) -> int:
+    reply = await health_pb2_grpc.HealthStub(front.channel).Check(health_pb2.HealthCheckRequest())
+    return int(reply.status)
+
+
+async def test_a_killed_engine_fails_its_requests_fast_and_the_next_one_works(base, tmp_path):
+    async with running_front(base, tmp_path / "cache", environment=SLOW) as front:
+        before = (await front.status_where(idle))["epoch"]
+        stream = front.stub.WatchStatus(WatchStatusRequest())
+        merged = Merged()
+        merged.apply(await stream.read())
+        running = [asyncio.create_task(front.generate(front.request(max_tokens=4000))) for _ in range(3)]
+        await front.status_where(lambda fields: fields["running_requests"] == 3)
+        killed = time.monotonic()
+        os.kill(engine_pid(), signal.SIGKILL)
+        answers = await asyncio.gather(*running)
+        assert time.monotonic() - killed < 2
+        assert all(isinstance(answer.error, EngineDown) for answer in answers)
+        assert all(answer.error.code is grpc.StatusCode.UNAVAILABLE for answer in answers)
+
+        states, epochs = [], []
+        async with asyncio.timeout(10):
+            while merged.fields["state"] != SERVING or merged.fields["epoch"] == before:
+                merged.apply(await stream.read())
+                states.append(merged.fields["state"])
+                epochs.append(merged.fields["epoch"])
+        assert NOT_SERVING in states
+        assert set(epochs) == {before, merged.fields["epoch"]}
+        assert [message.full for message in merged.messages].count(True) == 2
+        stream.cancel()
+        answer = await front.generate(front.request(max_tokens=5))
+        assert len(answer.token_ids()) == 5
+        await front.status_where(idle)
+
+
+async def test_while_the_engine_is_down_requests_are_refused_as_unavailable_and_health_says_so(base, tmp_path):
+    patient = EngineOptions(backoff=Backoff(first_s=20))
+    async with running_front(base, tmp_path / "cache", engine_options=patient) as front:
+        assert await health(front) == health_pb2.HealthCheckResponse.SERVING
+        os.kill(engine_pid(), signal.SIGKILL)
+        await front.status_where(lambda fields: fields["state"] == NOT_SERVING)
+        answer = await front.generate(front.request())
+        assert isinstance(answer.error, EngineDown)
+        assert answer.error.retry_after_s is not None
+        assert await health(front) == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_an_engine_that_hangs_is_killed_and_replaced(base, tmp_path):
+    impatient = EngineOptions(silence_timeout_s=0.5, backoff=Backoff(first_s=0.01), exit_timeout_s=1)
+    async with running_front(base, tmp_path / "cache", environment=SLOW, engine_options=impatient) as front:
+        answer = await front.generate(front.request([int(Trigger.HANG), 5]))
+        assert isinstance(answer.error, EngineDown)
+        await front.status_where(lambda fields: fields["state"] == SERVING)
+        assert len((await front.generate(front.request(max_tokens=3))).token_ids()) == 3
+
+
+async def test_an_engine_that_cannot_start_ends_the_worker_with_its_reason(base, tmp_path):
+    with pytest.raises(BaseExceptionGroup) as caught:
+        async with running_front(
+            base, tmp_path / "cache", environment={"START_FAILURE": "INVALID_BASE_MODEL"}, wait_ready=False
+        ) as front:
+            await front.task
+    (error,) = caught.value.exceptions
+    assert isinstance(error, EngineStartError)
+    assert "told not to start [INVALID_BASE_MODEL]" in str(error)
+
+
+async def test_an_engine_that_crashes_before_it_was_ever_ready_ends_the_worker_in_the_end(base, tmp_path):
+    options = EngineOptions(backoff=Backoff(first_s=0.001), max_failed_starts=3)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        async with running_front(
+            base, tmp_path / "cache", environment={"VOCAB_SIZE": "no number"}, engine_options=options, wait_ready=False
+        ) as front:
+            await front.task
+    assert isinstance(caught.value.exceptions[0], EngineStartError)
+
+
+async def test_while_the_engine_starts_the_status_says_so_and_requests_are_told_to_wait(base, tmp_path):
+    async with running_front(base, tmp_path / "cache", environment={"START_S": "1"}, wait_ready=False) as front:
+        status = await front.status_where(lambda fields: fields.get("base_digest", "") != "")
+        assert status["state"] == WorkerState.WORKER_STATE_STARTING
+        front.base_digest = status["base_digest"]
+        answer = await front.generate(front.request())
+        assert isinstance(answer.error, EngineDown)
+        assert "loading" in answer.error.message
+        await front.status_where(lambda fields: fields["state"] == SERVING)
+
+
+async def test_a_full_queue_refuses_with_a_time_to_wait_and_takes_again_later(base, tmp_path):
+    async with running_front(
+        base, tmp_path / "cache", environment=SLOW, max_running_requests=1, max_waiting_requests=2
+    ) as front:
+        calls = [front.stub.Generate(front.request(max_tokens=4000)) for _ in range(3)]
+        await front.status_where(lambda fields: (fields["running_requests"], fields["waiting_requests"]) == (1, 2))
+        refused = await front.generate(front.request())
+        assert isinstance(refused.error, QueueFull)
+        assert refused.error.retry_after_s > 0
+        for call in calls:
+            call.cancel()
+        await front.status_where(idle)
+        assert len((await front.generate(front.request(max_tokens=2))).token_ids()) == 2
+
+
+async def a_reader_that_stops(front: Front) -> tuple[aio.Channel, aio.UnaryStreamCall]:
+    """Open a stream whose client has a small window and reads nothing after the first message."""
+    channel = aio.insecure_channel(
+        f"127.0.0.1:{front.port}", options=[("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+    )
+    call = WorkerServiceStub(channel).Generate(front.request(max_tokens=LARGE_WINDOW_TOKENS, logprobs=20))
+    await call.read()
+    return channel, call
+
+
+async def read_to_the_end(call) -> Exception | None:
+    try:
+        while await call.read() is not aio.EOF:
+            pass
+    except grpc.RpcError as error:
+        return from_rpc_error(error)
+    return None
+
+
+async def test_a_reader_that_never_reads_is_cut_off_before_memory_grows(base, tmp_path):
+    limits = StreamLimits(max_buffered_tokens=4200)
+    async with running_front(base, tmp_path / "cache", environment={**SLOW, "STEP_S": "0"}, limits=limits) as front:
+        channel, call = await a_reader_that_stops(front)
+        status = await front.status_where(idle, within=20)
+        assert status["free_blocks"] == status["total_blocks"]
+        error = await read_to_the_end(call)
+        assert isinstance(error, ResourceExhausted)
+        assert "cut off" in error.message
+        await channel.close()
+        assert front.app._engine.num_requests == 0
+
+
+async def test_a_message_nobody_takes_for_too_long_ends_the_stream(base, tmp_path):
+    limits = StreamLimits(max_buffered_tokens=10**9, stall_timeout_s=0.3)
+    async with running_front(base, tmp_path / "cache", environment={**SLOW, "STEP_S": "0"}, limits=limits) as front:
+        channel, call = await a_reader_that_stops(front)
+        await front.status_where(idle, within=20)
+        async with asyncio.timeout(5):
+            await front.app._idle.wait()
+        error = await read_to_the_end(call)
+        assert isinstance(error, ResourceExhausted)
+        await channel.close()
+
+
+async def test_cancelled_streams_leave_nothing_long_before_their_answers_would_have_ended(base, tmp_path):
+    server = ArtifactServer()
+    digest = server.add(b"an adapter")
+    async with (
+        serving_artifacts(server) as port,
+        running_front(base, tmp_path / "cache", environment=SLOW, registry_port=port, max_running_requests=8) as front,
+    ):
+        calls = [front.stub.Generate(front.request(max_tokens=3000, n=2, artifact=digest)) for _ in range(5)]
+        status = await front.status_where(lambda fields: fields["running_requests"] == 8)
+        assert (status["adapters"][digest].in_flight, status["waiting_requests"]) == (5, 2)
+        for call in calls:
+            call.cancel()
+        status = await front.status_where(idle, within=2)
+        assert (status["free_blocks"], status["adapters"][digest].in_flight) == (status["total_blocks"], 0)
+        assert (front.app._engine.num_requests, front.app._admission.num_tickets) == (0, 0)
+
+
+async def test_a_client_that_vanishes_while_a_message_is_stuck_leaves_nothing(base, tmp_path):
+    async with running_front(base, tmp_path / "cache", environment=SLOW) as front:
+        channel, call = await a_reader_that_stops(front)
+        await asyncio.sleep(1)  # until the window is full and the handler is stuck in a write
+        assert front.app._engine.num_requests == 1
+        call.cancel()
+        await channel.close()
+        await front.status_where(idle, within=2)
+        assert (front.app._engine.num_requests, front.app._admission.num_tickets) == (0, 0)
+
+
+async def test_a_client_whose_connection_breaks_leaves_nothing(base, tmp_path):
+    async with running_front(base, tmp_path / "cache", environment=SLOW) as front:
+        channel = aio.insecure_channel(f"127.0.0.1:{front.port}", options=[("grpc.use_local_subchannel_pool", 1)])
+        calls = [WorkerServiceStub(channel).Generate(front.request(max_tokens=4000, n=2)) for _ in range(3)]
+        await asyncio.gather(*(call.read() for call in calls))
+        await channel.close()
+        status = await front.status_where(idle, within=2)
+        assert status["free_blocks"] == status["total_blocks"]
+        assert front.app._engine.num_requests == 0
+
+
+async def test_a_worker_starts_and_serves_without_a_registry_and_finds_it_later(base, tmp_path):
+    server = ArtifactServer()
+    digest = server.add(b"an adapter that comes late")
+    async with serving_artifacts(server) as port:
+        pass  # a port that was free a moment ago
+    async with running_front(base, tmp_path / "cache", registry_port=port) as front:
+        assert len((await front.generate(front.request(max_tokens=3))).token_ids()) == 3
+        missing = await front.generate(front.request(artifact=digest, max_tokens=3))
+        assert isinstance(missing.error, ArtifactUnreachable)
+        async with serving_artifacts(server, port):
+            assert len((await front.generate(front.request(artifact=digest, max_tokens=3))).token_ids()) == 3
+        assert len((await front.generate(front.request(artifact=digest, max_tokens=3))).token_ids()) == 3
+
+
+async def test_a_deadline_bounds_the_wait_for_an_unreachable_adapter(base, tmp_path):
+    async with running_front(base, tmp_path / "cache") as front:
+        started = time.monotonic()
+        answer = await front.generate(front.request(artifact="f" * 64), within=0.3)
+        assert answer.error.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert time.monotonic() - started < 1
+        status = await front.status_where(idle)
+        assert not status["adapters"]
+
+
+async def test_a_drain_announces_finishes_what_is_open_refuses_what_is_new_and_ends(base, tmp_path):
+    async with running_front(base, tmp_path / "cache", environment=SLOW) as front:
+        watcher = front.stub.WatchStatus(WatchStatusRequest())
+        open_stream = asyncio.create_task(front.generate(front.request(max_tokens=150)))
+        await front.status_where(lambda fields: fields["running_requests"] == 1)
+        front.stop.set()
+        states, refused = Merged(), None
+        async with asyncio.timeout(10):
+            async for message in watcher:
+                states.apply(message)
+                if states.fields["state"] == DRAINING and refused is None:
+                    await asyncio.sleep(0.1)  # past drain_notice_s
+                    assert await health(front) == health_pb2.HealthCheckResponse.NOT_SERVING
+                    refused = await front.generate(front.request())
+        assert isinstance(refused.error, Draining)
+        assert len((await open_stream).token_ids()) == 150
+        assert states.fields["running_requests"] == 0
+        async with asyncio.timeout(5):
+            await front.task
+
+
+async def test_a_drain_cuts_off_what_does_not_finish_in_time(base, tmp_path):
+    async with running_front(base, tmp_path / "cache", environment=SLOW, drain_timeout_s=0.2) as front:
+        open_stream = asyncio.create_task(front.generate(front.request(max_tokens=4000)))
+        await front.status_where(lambda fields: fields["running_requests"] == 1)
+        front.stop.set()
+        answer = await open_stream
+        assert isinstance(answer.error, Draining)
+        async with asyncio.timeout(5):
+            await front.task
+
+
+async def test_a_taken_port_and_a_shared_cache_folder_are_told(base, tmp_path):
+    async with running_front(base, tmp_path / "cache") as front:
+        with pytest.raises(FailedPrecondition, match="port is taken"):
+            async with running_front(base, tmp_path / "other", port=front.port):
+                pass
+        with pytest.raises(FailedPrecondition, match="its own cache folder"):
+            async with running_front(base, tmp_path / "cache", wait_ready=False) as second:
+                await second.task

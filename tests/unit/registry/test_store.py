@@ -1,0 +1,202 @@
+"""The store: one transaction, one revision, one log entry; and tables as the migrations make them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+
+from loraplex.errors import FailedPrecondition, Unavailable
+from loraplex.registry.v1 import adapter_pb2 as a
+from registry.database import migrate, open_engine, parse_url
+from registry.domain import AdapterRecord, BaseModelRecord, Change, DeletedAdapter, VersionRecord, cut_over
+from registry.head_signal import HeadSignal
+from registry.service.garbage import collect
+from registry.service.watches import Watches
+from registry.store import Store
+from registry.tables import METADATA
+from tests.running_registry import fresh_database
+
+BASE = BaseModelRecord("tiny", "d", "LlamaForCausalLM", 5, 1)
+
+
+def adapter(name: str, digest: str = "v1", existing: AdapterRecord | None = None) -> AdapterRecord:
+    version = VersionRecord(digest, f"a-{digest}", "d", "none", 4, 100, ("k_proj", "q_proj"), 2, 14, "F32", 1)
+    return cut_over(existing, name, "tiny", version)
+
+
+@pytest.fixture
+async def engine(tmp_path):
+    with fresh_database() as url:
+        engine = open_engine(parse_url(url or f"sqlite:///{tmp_path}/x.sqlite3"))
+        await migrate(engine)
+        yield engine
+        await engine.dispose()
+
+
+@pytest.fixture
+def signal():
+    return HeadSignal()
+
+
+@pytest.fixture
+async def store(engine, signal):
+    store = Store(engine, keep_changes=3, on_commit=signal.advance)
+    async with store.write() as transaction:
+        await transaction.put_base(BASE, "{}")
+    return store
+
+
+async def put(store, record) -> int:
+    async with store.write() as transaction:
+        await transaction.put_adapter(record)
+    return transaction.revision
+
+
+async def test_the_migrations_make_the_tables_that_the_code_uses(engine):
+    async with engine.connect() as connection:
+        differences = await connection.run_sync(
+            lambda sync: compare_metadata(
+                MigrationContext.configure(sync, opts={"include_object": _not_alembic}), METADATA
+            )
+        )
+    assert differences == []
+
+
+def _not_alembic(item, name, kind, reflected, compare_to):
+    return name != "alembic_version"
+
+
+async def test_migrating_again_changes_nothing(engine, store):
+    async with store.read() as reader:
+        before = await reader.head()
+    await migrate(engine)
+    async with store.read() as reader:
+        assert await reader.head() == before
+
+
+async def test_each_transaction_takes_the_next_revision_and_logs_its_entries(store, signal):
+    one = adapter("one")
+    assert await put(store, one) == 2
+    async with store.write() as transaction:
+        await transaction.delete_adapter("default", "one")
+        await transaction.put_adapter(adapter("two"))
+    assert (transaction.revision, signal.revision) == (3, 3)
+    async with store.read() as reader:
+        assert await reader.changes(1, 10) == [
+            Change(2, (one,)),
+            Change(3, (DeletedAdapter("default", "one"), adapter("two"))),
+        ]
+        assert [record.name for record in await reader.adapters("default")] == ["two"]
+
+
+async def test_a_transaction_without_changes_takes_no_revision(store, signal):
+    async with store.write() as transaction:
+        assert await transaction.adapter("default", "one") is None
+    assert transaction.revision == 1
+    assert await put(store, adapter("one")) == 2
+    assert signal.revision == 2
+
+
+async def test_a_failed_transaction_leaves_nothing(store, signal):
+    async def fail() -> None:
+        async with store.write() as transaction:
+            await transaction.put_adapter(adapter("one"))
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        await fail()
+    assert signal.revision == 1
+    async with store.read() as reader:
+        assert (await reader.head()).revision == 1
+        assert await reader.adapters("default") == []
+    assert await put(store, adapter("one")) == 2
+
+
+async def test_versions_are_kept_newest_first(store):
+    record = adapter("x", "v1")
+    for digest in ("v2", "v3", "v2"):
+        await put(store, record)
+        record = adapter("x", digest, record)
+    await put(store, record)
+    async with store.read() as reader:
+        found = await reader.adapter("default", "x")
+    assert found == record
+    assert (found.current, [v.version_digest for v in found.versions]) == ("v2", ["v3", "v2", "v1"])
+
+
+async def test_concurrent_writers_take_revisions_in_a_row(store):
+    revisions = await asyncio.gather(*(put(store, adapter(f"n{i}")) for i in range(20)))
+    assert sorted(revisions) == list(range(2, 22))
+    async with store.read() as reader:
+        assert [change.revision for change in await reader.changes(0, 100)] == [19, 20, 21]
+
+
+async def test_a_reader_sees_one_moment(store):
+    async with store.read() as reader:
+        assert (await reader.head()).revision == 1
+        await put(store, adapter("one"))
+        snapshot = await reader.snapshot()
+    assert (snapshot.head.revision, snapshot.entries) == (1, (BASE,))
+
+
+async def test_pages_go_by_name_in_byte_order(store):
+    for name in ("b", "a_b", "a", "a.b", "a-b"):
+        await put(store, adapter(name))
+    async with store.read() as reader:
+        assert [record.name for record in await reader.adapters("default", "a", 3)] == ["a-b", "a.b", "a_b"]
+
+
+class Folder:
+    def __init__(self) -> None:
+        self.removed: list[str] = []
+
+    def remove(self, digest: str) -> None:
+        self.removed.append(digest)
+
+
+async def test_only_what_no_version_names_is_collected(store):
+    await put(store, adapter("x", "v1"))
+    folder = Folder()
+    assert await collect(store, folder, {"a-v1", "a-v2"}) == 1
+    assert folder.removed == ["a-v2"]
+    async with store.read() as reader:
+        assert (await reader.head()).revision == 2
+
+
+async def test_a_watcher_that_falls_out_of_the_log_is_sent_away(store, signal):
+    events = Watches(store, signal, heartbeat_s=60).watch(a.WatchRequest())
+    kinds = [(await anext(events)).WhichOneof("event") for _ in range(2)]
+    assert kinds == ["snapshot", "synced"]
+    for i in range(5):  # the log keeps 3
+        await put(store, adapter(f"n{i}"))
+    with pytest.raises(Unavailable, match="fell behind"):
+        await anext(events)
+
+
+async def test_a_database_that_fails_is_a_typed_error(tmp_path):
+    engine = open_engine(parse_url(f"sqlite:///{tmp_path}/x.sqlite3"))  # not migrated: it has no tables
+    store = Store(engine, keep_changes=3, on_commit=lambda _: None)
+    with pytest.raises(Unavailable):
+        async with store.read() as reader:
+            await reader.head()
+    await engine.dispose()
+
+
+def test_a_database_in_no_folder_is_told_before_it_is_opened(tmp_path):
+    with pytest.raises(FailedPrecondition, match="does not exist"):
+        open_engine(parse_url(f"sqlite:///{tmp_path}/no/such/folder/x.sqlite3"))
+
+
+async def test_sqlite_runs_with_the_settings_that_keep_data_safe(tmp_path):
+    engine = open_engine(parse_url(f"sqlite:///{tmp_path}/x.sqlite3"))
+    async with engine.connect() as connection:
+        values = [
+            (await connection.execute(sa.text(f"PRAGMA {name}"))).scalar_one()
+            for name in ("journal_mode", "synchronous", "foreign_keys")
+        ]
+    await engine.dispose()
+    assert values == ["wal", 2, 1]

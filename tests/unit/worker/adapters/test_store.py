@@ -1,0 +1,364 @@
+"""The disk cache: one fetch per artifact, only verified bytes, a budget, and typed errors when something breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import random
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from loraplex.errors import ArtifactNotFound, ArtifactUnreachable, CorruptArtifact, FailedPrecondition, NoSpace
+from worker.adapters import download as download_module
+from worker.adapters.download import Partial, RetryPolicy
+from worker.adapters.source import ArtifactStream, SourceInterrupted
+from worker.adapters.store import AdapterStore
+
+QUICK = RetryPolicy(tries=3, first_pause_s=0.001, longest_pause_s=0.002)
+
+
+class FakeSource:
+    """Artifacts in memory; `gate` holds the bytes back, `breaks` lists after how many bytes reads end."""
+
+    def __init__(self) -> None:
+        self.blobs: dict[str, bytes] = {}
+        self.opened: Counter[str] = Counter()
+        self.offsets: list[int] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.breaks: list[int] = []
+        self.open_now = 0
+        self.most_open = 0
+
+    def add(self, blob: bytes, *, digest: str | None = None) -> str:
+        name = digest or hashlib.sha256(blob).hexdigest()
+        self.blobs[name] = blob
+        return name
+
+    @asynccontextmanager
+    async def open(self, artifact_digest: str, offset: int) -> AsyncIterator[ArtifactStream]:
+        self.opened[artifact_digest] += 1
+        self.offsets.append(offset)
+        if artifact_digest not in self.blobs:
+            raise ArtifactNotFound("no such artifact")
+        blob = self.blobs[artifact_digest]
+        end = offset + self.breaks.pop(0) if self.breaks else len(blob)
+
+        async def chunks() -> AsyncIterator[bytes]:
+            await self.gate.wait()
+            for at in range(offset, min(end, len(blob)), 7):
+                yield blob[at : min(at + 7, end)]
+            if end < len(blob):
+                raise SourceInterrupted("told to break")
+
+        self.open_now += 1
+        self.most_open = max(self.most_open, self.open_now)
+        try:
+            yield ArtifactStream(len(blob), chunks())
+        finally:
+            self.open_now -= 1
+
+
+@pytest.fixture
+async def source() -> FakeSource:
+    return FakeSource()
+
+
+def a_store(tmp_path, source, budget_bytes=1000, **options) -> AdapterStore:
+    return AdapterStore(tmp_path / "artifacts", source, budget_bytes=budget_bytes, retry=QUICK, **options)
+
+
+def files(tmp_path) -> set[str]:
+    return {path.name for path in (tmp_path / "artifacts").iterdir() if path.is_file() and path.name != ".lock"}
+
+
+def leftovers(tmp_path) -> list[str]:
+    return [path.name for path in (tmp_path / "artifacts" / ".incoming").iterdir()]
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110 - conditions of several objects, which have no event
+            await asyncio.sleep(0)
+
+
+async def test_however_many_ask_an_artifact_is_fetched_once(tmp_path, source):
+    digest = source.add(b"x" * 100)
+    async with a_store(tmp_path, source) as store:
+        leases = await asyncio.gather(*(store.acquire(digest) for _ in range(20)))
+        assert source.opened[digest] == 1
+        assert {lease.file.path for lease in leases} == {str(tmp_path / "artifacts" / digest)}
+        assert all(lease.fetched for lease in leases)
+        assert (tmp_path / "artifacts" / digest).read_bytes() == b"x" * 100
+        again = await store.acquire(digest)
+        assert (again.fetched, again.file.artifact_bytes, source.opened[digest]) == (False, 100, 1)
+    assert leftovers(tmp_path) == []
+
+
+async def test_fetches_run_side_by_side_so_a_slow_one_blocks_no_other(tmp_path, source):
+    digests = [source.add(bytes([n]) * 50) for n in range(4)]
+    source.gate.clear()
+    async with a_store(tmp_path, source) as store, asyncio.TaskGroup() as tasks:
+        for digest in digests:
+            tasks.create_task(store.acquire(digest))
+        await until(lambda: source.most_open == 4)
+        source.gate.set()
+
+
+async def test_a_waiter_that_leaves_does_not_disturb_the_others(tmp_path, source):
+    digest = source.add(b"x" * 100)
+    source.gate.clear()
+    async with a_store(tmp_path, source) as store:
+        leaving, staying = (asyncio.create_task(store.acquire(digest)) for _ in range(2))
+        await until(lambda: source.open_now == 1)
+        leaving.cancel()
+        await until(leaving.done)
+        source.gate.set()
+        assert (await staying).file.artifact_digest == digest
+        assert source.opened[digest] == 1
+
+
+async def test_a_fetch_nobody_waits_for_is_cancelled_and_leaves_nothing(tmp_path, source):
+    digest = source.add(b"x" * 100)
+    source.gate.clear()
+    async with a_store(tmp_path, source) as store:
+        waiters = [asyncio.create_task(store.acquire(digest)) for _ in range(3)]
+        await until(lambda: source.open_now == 1)
+        for waiter in waiters:
+            waiter.cancel()
+        await until(lambda: source.open_now == 0 and not leftovers(tmp_path))
+        assert store.fetching() == set()
+        source.gate.set()
+        await store.acquire(digest)
+        assert source.opened[digest] == 2
+
+
+async def test_who_asks_just_after_the_last_waiter_left_gets_a_fetch_of_its_own(tmp_path, source):
+    digest = source.add(b"x" * 100)
+    source.gate.clear()
+    async with a_store(tmp_path, source) as store:
+        first = asyncio.create_task(store.acquire(digest))
+        await until(lambda: source.open_now == 1)
+        first.cancel()
+        second = asyncio.create_task(store.acquire(digest))
+        await until(first.done)
+        source.gate.set()
+        async with asyncio.timeout(5):
+            assert (await second).file.artifact_digest == digest
+
+
+async def test_a_broken_download_goes_on_where_it_broke(tmp_path, source):
+    digest = source.add(bytes(range(100)))
+    source.breaks = [21, 42]
+    async with a_store(tmp_path, source) as store:
+        await store.acquire(digest)
+        assert source.offsets == [0, 21, 63]
+
+
+async def test_progress_resets_the_count_of_tries(tmp_path, source):
+    digest = source.add(bytes(range(100)))
+    source.breaks = [7] * 12
+    async with a_store(tmp_path, source) as store:
+        await store.acquire(digest)
+
+
+async def test_tries_without_progress_end_with_unreachable(tmp_path, source):
+    digest = source.add(bytes(range(100)))
+    source.breaks = [0] * 100
+    async with a_store(tmp_path, source) as store:
+        with pytest.raises(ArtifactUnreachable, match="not cached here"):
+            await store.acquire(digest)
+        assert source.opened[digest] == QUICK.tries
+    assert leftovers(tmp_path) == []
+
+
+async def test_an_unknown_artifact_is_not_found_at_once(tmp_path, source):
+    async with a_store(tmp_path, source) as store:
+        with pytest.raises(ArtifactNotFound):
+            await store.acquire("0" * 64)
+        assert source.opened["0" * 64] == 1
+
+
+async def test_wrong_bytes_are_refused_thrown_away_and_fetched_anew_next_time(tmp_path, source):
+    digest = hashlib.sha256(b"right").hexdigest()
+    source.add(b"wrong", digest=digest)
+    async with a_store(tmp_path, source) as store:
+        with pytest.raises(CorruptArtifact):
+            await store.acquire(digest)
+        assert files(tmp_path) == set()
+        assert leftovers(tmp_path) == []
+        source.add(b"right", digest=digest)
+        await store.acquire(digest)
+
+
+async def test_more_bytes_than_announced_are_refused(tmp_path, source):
+    digest = source.add(b"x" * 100)
+    real_open = source.open
+
+    @asynccontextmanager
+    async def lying(artifact_digest, offset):
+        async with real_open(artifact_digest, offset) as stream:
+            yield ArtifactStream(50, stream.chunks)
+
+    source.open = lying
+    async with a_store(tmp_path, source) as store:
+        with pytest.raises(CorruptArtifact, match="announced"):
+            await store.acquire(digest)
+
+
+@pytest.mark.parametrize("damage", [b"y" * 100, b"x" * 99, b""])
+async def test_a_file_from_before_is_verified_before_its_first_use_and_fetched_anew_if_damaged(
+    tmp_path, source, damage
+):
+    digest = source.add(b"x" * 100)
+    async with a_store(tmp_path, source) as store:
+        (await store.acquire(digest)).release()
+    (tmp_path / "artifacts" / digest).write_bytes(damage)
+    async with a_store(tmp_path, source) as store:
+        assert store.holds(digest)
+        await store.acquire(digest)
+        assert (tmp_path / "artifacts" / digest).read_bytes() == b"x" * 100
+        assert source.opened[digest] == 2
+
+
+async def test_an_intact_file_from_before_needs_no_source(tmp_path, source):
+    digest = source.add(b"x" * 100)
+    async with a_store(tmp_path, source) as store:
+        (await store.acquire(digest)).release()
+    source.blobs.clear()
+    async with a_store(tmp_path, source) as store:
+        lease = await store.acquire(digest)
+        assert (lease.fetched, source.opened[digest]) == (False, 1)
+
+
+async def test_a_distrusted_file_is_hashed_again(tmp_path, source):
+    digest = source.add(b"x" * 100)
+    async with a_store(tmp_path, source) as store:
+        (await store.acquire(digest)).release()
+        (tmp_path / "artifacts" / digest).write_bytes(b"y" * 100)
+        store.distrust(digest)
+        await store.acquire(digest)
+        assert (tmp_path / "artifacts" / digest).read_bytes() == b"x" * 100
+
+
+async def test_leftovers_are_thrown_away_at_the_start(tmp_path, source):
+    async with a_store(tmp_path, source):
+        pass
+    (tmp_path / "artifacts" / ".incoming" / "half").write_bytes(b"x")
+    (tmp_path / "artifacts" / "notes.txt").write_bytes(b"x")
+    async with a_store(tmp_path, source) as store:
+        assert leftovers(tmp_path) == []
+        assert store.cached() == {}
+
+
+async def test_the_least_recently_used_idle_file_makes_room(tmp_path, source):
+    a, b, c = (source.add(bytes([n]) * 400) for n in range(3))
+    async with a_store(tmp_path, source) as store:
+        for digest in (a, b, a):
+            (await store.acquire(digest)).release()
+        (await store.acquire(c)).release()
+        assert files(tmp_path) == {a, c}
+        assert store.cached_bytes == 800
+
+
+async def test_files_on_the_device_are_evicted_last(tmp_path, source):
+    a, b, c = (source.add(bytes([n]) * 400) for n in range(3))
+    async with a_store(tmp_path, source, is_on_device=lambda digest: digest == a) as store:
+        for digest in (a, b, c):
+            (await store.acquire(digest)).release()
+        assert files(tmp_path) == {a, c}
+
+
+async def test_files_in_use_stay_and_the_newcomer_waits_for_room(tmp_path, source):
+    a, b, c = (source.add(bytes([n]) * 400) for n in range(3))
+    async with a_store(tmp_path, source) as store:
+        leases = [await store.acquire(a), await store.acquire(b)]
+        waiting = asyncio.create_task(store.acquire(c))
+        await until(lambda: source.open_now == 1)
+        assert files(tmp_path) == {a, b}
+        leases[1].release()
+        async with asyncio.timeout(5):
+            await waiting
+        assert files(tmp_path) == {a, c}
+
+
+async def test_a_lease_released_twice_counts_once(tmp_path, source):
+    a, b, c = (source.add(bytes([n]) * 400) for n in range(3))
+    async with a_store(tmp_path, source) as store:
+        first, second = await store.acquire(a), await store.acquire(a)
+        first.release()
+        first.release()
+        (await store.acquire(b)).release()
+        (await store.acquire(c)).release()
+        assert a in files(tmp_path)
+        second.release()
+
+
+async def test_an_adapter_larger_than_the_whole_cache_is_refused_at_once(tmp_path, source):
+    digest = source.add(b"x" * 1001)
+    async with a_store(tmp_path, source) as store:
+        with pytest.raises(NoSpace, match=r"1001 bytes.*1000") as caught:
+            await store.acquire(digest)
+        assert caught.value.metadata == {"limit": "1000", "length": "1001"}
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+async def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, source, monkeypatch, code):
+    class FullDisk(Partial):
+        def append(self, chunk: bytes) -> None:
+            if self.size_bytes >= 50:
+                raise OSError(code, "No space left on device")
+            super().append(chunk)
+
+    digest = source.add(b"x" * 100)
+    async with a_store(tmp_path, source) as store:
+        monkeypatch.setattr(download_module, "Partial", FullDisk)
+        with pytest.raises(NoSpace, match="is full"):
+            await store.acquire(digest)
+        assert leftovers(tmp_path) == []
+        monkeypatch.undo()
+        await store.acquire(digest)
+
+
+async def test_one_folder_has_one_owner(tmp_path, source):
+    async with a_store(tmp_path, source):
+        with pytest.raises(FailedPrecondition, match="its own cache folder"):
+            async with a_store(tmp_path, source):
+                pass
+    async with a_store(tmp_path, source):
+        pass
+
+
+async def test_churn_keeps_to_the_budget_and_never_serves_wrong_bytes(tmp_path, source):
+    chance = random.Random(7)
+    blobs = {source.add(bytes([n]) * (50 + 20 * n)): bytes([n]) * (50 + 20 * n) for n in range(10)}
+    async with a_store(tmp_path, source, budget_bytes=600) as store:
+
+        async def user() -> None:
+            for _ in range(15):
+                digest = chance.choice(list(blobs))
+                source.breaks = [chance.randrange(1, 60)] if chance.random() < 0.3 else []
+                waiting = asyncio.create_task(store.acquire(digest))
+                if chance.random() < 0.3:
+                    await asyncio.sleep(chance.random() * 0.002)
+                    waiting.cancel()
+                try:
+                    lease = await waiting
+                except (asyncio.CancelledError, ArtifactUnreachable):
+                    continue
+                on_disk = await asyncio.to_thread((tmp_path / "artifacts" / digest).read_bytes)
+                assert on_disk == blobs[digest]
+                assert store.cached_bytes <= 600
+                lease.release()
+
+        async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+            for _ in range(6):
+                tasks.create_task(user())
+        assert set(store.cached()) == files(tmp_path)
+        assert not store._users
+        assert not store._fetches
+    assert leftovers(tmp_path) == []

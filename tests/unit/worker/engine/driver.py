@@ -1,0 +1,151 @@
+"""Drives a `Scheduler` with a `FakeRunner` by hand: no threads, no clock, loads end when a test says so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from tests.fake_runner import FakeRunner
+from worker.engine.config import EngineConfig
+from worker.engine.plan import StepPlan
+from worker.engine.rates import StepRates
+from worker.engine.refusal import STEP_FAILED, Problem
+from worker.engine.residency import Placement
+from worker.engine.scheduler import Scheduler
+from worker.mailbox import AdapterFile, Failure, Output, Sampling, Submit
+
+CONFIG = EngineConfig(
+    vocab_size=256,
+    eos_token_ids=frozenset({0}),
+    max_context_tokens=64,
+    block_tokens=4,
+    total_blocks=32,
+    max_running_requests=8,
+    max_prefill_tokens=16,
+    max_resident_adapters=2,
+    max_adapter_wait_s=2.0,
+)
+LOAD_FAILURE = Problem("CORRUPT_ARTIFACT", "the adapter's file is damaged", {"tensor": "x"})
+
+
+class Driver:
+    """One engine's decisions and their consequences, recorded per request."""
+
+    def __init__(self, folder: Path, **limits: object) -> None:
+        self.config = replace(CONFIG, **limits)  # type: ignore[arg-type]
+        self.folder = folder
+        self.runner = FakeRunner(
+            vocab_size=self.config.vocab_size,
+            max_context_tokens=self.config.max_context_tokens,
+            block_tokens=self.config.block_tokens,
+            total_blocks=self.config.total_blocks,
+        )
+        self.scheduler = Scheduler(self.config, StepRates(100.0, 10.0))
+        self.now = 100.0
+        self.next_id = 1
+        self.loading: dict[int, Placement] = {}
+        self.started_loads: list[str] = []
+        self.prompts: dict[int, tuple[int, ...]] = {}
+        self.adapters: dict[int, AdapterFile | None] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.first_step: dict[int, int] = {}
+        self.finished: dict[int, Output] = {}
+        self.failed: dict[int, Failure] = {}
+        self.aborted: set[int] = set()
+        self.fail_next_step = False
+
+    def file(self, name: str, size: int = 0) -> AdapterFile:
+        """An adapter that exists; its bytes are its name."""
+        path = self.folder / name
+        if not path.exists():
+            path.write_bytes(name.encode())
+        return AdapterFile(name, str(path), size or len(name))
+
+    def submit(
+        self,
+        prompt: int | tuple[int, ...] = 3,
+        max_tokens: int = 4,
+        adapter: str | AdapterFile | None = None,
+        **sampling: object,
+    ) -> int:
+        request_id = self.next_id
+        self.next_id += 1
+        tokens = tuple((request_id + i) % 200 + 1 for i in range(prompt)) if isinstance(prompt, int) else prompt
+        file = self.file(adapter) if isinstance(adapter, str) else adapter
+        self.prompts[request_id] = tokens
+        self.adapters[request_id] = file
+        self.tokens[request_id] = []
+        failure = self.scheduler.submit(
+            Submit(request_id, tokens, Sampling(max_tokens=max_tokens, **sampling), file, "default", self.now)  # type: ignore[arg-type]
+        )
+        if failure is not None:
+            self._fail(failure)
+        return request_id
+
+    def abort(self, *request_ids: int) -> None:
+        self.aborted.update(set(request_ids) - self.finished.keys() - self.failed.keys())
+        self.scheduler.abort(request_ids)
+
+    def step(self, seconds: float = 0.01) -> StepPlan | None:
+        """One turn of the loop: schedule, start loads, execute, update."""
+        schedule = self.scheduler.schedule(self.now)
+        for placement in schedule.placements:
+            for slot in placement.evicted_slots:
+                self.runner.release_adapter(slot)
+            self.loading[placement.slot] = placement
+            self.started_loads.append(placement.file.artifact_digest)
+        self.now += seconds
+        plan = schedule.plan
+        if plan is None:
+            return None
+        for sequence in plan.sequences:
+            self.first_step.setdefault(sequence.request_id, plan.step)
+        if self.fail_next_step:
+            self.fail_next_step = False
+            self.runner.fail_steps.add(plan.step)
+        try:
+            outputs = self.scheduler.update(plan, self.runner.execute(plan), seconds, self.now)
+        except RuntimeError:
+            for failure in self.scheduler.fail_step(plan, STEP_FAILED):
+                self._fail(failure)
+            return plan
+        for output in outputs:
+            assert self.is_live(output.request_id)
+            self.tokens[output.request_id] += output.token_ids
+            if output.finish:
+                self.finished[output.request_id] = output
+        return plan
+
+    def finish_loads(self) -> None:
+        for slot in list(self.loading):
+            self.finish_load(slot)
+
+    def finish_load(self, slot: int) -> None:
+        placement = self.loading.pop(slot)
+        size = self.runner.prepare_adapter(slot, Path(placement.file.path))
+        self.scheduler.adapter_loaded(slot, size, self.now)
+
+    def fail_load(self, slot: int) -> None:
+        del self.loading[slot]
+        for failure in self.scheduler.adapter_failed(slot, LOAD_FAILURE):
+            self._fail(failure)
+
+    def is_live(self, request_id: int) -> bool:
+        return not (request_id in self.finished or request_id in self.failed or request_id in self.aborted)
+
+    @property
+    def live(self) -> list[int]:
+        return [request_id for request_id in self.prompts if self.is_live(request_id)]
+
+    def run_until_idle(self, *, max_steps: int = 1000) -> int:
+        """Step, ending loads as they come, until no request is left; returns the number of turns it took."""
+        for turn in range(max_steps):
+            if not self.live:
+                return turn
+            self.step()
+            self.finish_loads()
+        raise AssertionError(f"requests {self.live} still live after {max_steps} turns")
+
+    def _fail(self, failure: Failure) -> None:
+        assert self.is_live(failure.request_id)
+        self.failed[failure.request_id] = failure

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from worker.model.config import parse_config
+from worker.model.memory import CachePlan, block_bytes, default_cache_bytes, plan_cache
+
+SMOLLM2 = parse_config(
+    {
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+    }
+)
+
+
+def plan(cache_bytes: int, context: int | None = None, requests: int = 64) -> CachePlan:
+    return plan_cache(
+        SMOLLM2, itemsize=2, cache_bytes=cache_bytes, max_context_tokens=context, max_running_requests=requests
+    )
+
+
+def test_a_block_has_keys_and_values_of_all_layers() -> None:
+    assert block_bytes(SMOLLM2, 2) == 360 * 1024
+
+
+def test_the_cache_takes_what_it_is_given_but_no_more_than_can_be_used() -> None:
+    assert plan(2**30) == CachePlan(2**30 // (360 * 1024), 8192)
+    assert plan(2**40, requests=3) == CachePlan(3 * 512, 8192)
+    assert plan(2**40, context=100, requests=3) == CachePlan(3 * 7, 100)
+    assert plan(10 * 360 * 1024) == CachePlan(10, 160)
+
+
+def test_the_default_leaves_room_for_others() -> None:
+    assert default_cache_bytes("cpu", 64 * 2**30) == 2**30
+    assert default_cache_bytes("cpu", 2**30) == 2**28
+    assert default_cache_bytes("cuda", 100 * 2**30) == 80 * 2**30

@@ -1,0 +1,177 @@
+"""One artifact's way from the source to a verified file: resumed where it broke off, checked against its digest.
+
+What comes out has every byte on the disk and the right SHA-256; a failure leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import os
+import random
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import structlog
+
+from loraplex.errors import ArtifactUnreachable, CorruptArtifact, LoraplexError, NoSpace
+from worker.adapters.source import ArtifactSource, SourceInterrupted
+
+log = structlog.get_logger(__name__)
+
+_FULL_DISK: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """Tries in a row without a byte of progress, and the pauses between them in seconds (doubling, with jitter)."""
+
+    tries: int = 6
+    first_pause_s: float = 0.1
+    longest_pause_s: float = 2.0
+
+    def pause_s(self, failures: int) -> float:
+        """Return the pause after so many failures in a row."""
+        pause_s = min(self.longest_pause_s, self.first_pause_s * 2.0 ** (failures - 1))
+        return pause_s * random.uniform(0.75, 1.25)  # noqa: S311 - spreads load, no secret
+
+
+class Partial:
+    """A file on its way, hashed as it grows. Methods block: call them on a thread. Closing twice is harmless."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size_bytes = 0
+        self._sha256 = hashlib.sha256()
+        self._lock = threading.Lock()  # a cancelled download closes the file while a thread may still write
+        self._file: BinaryIO | None = path.open("xb")
+
+    def append(self, chunk: bytes) -> None:
+        """Write and hash a chunk. Does nothing after `close`."""
+        with self._lock:
+            if self._file is not None:
+                self._file.write(chunk)
+                self._sha256.update(chunk)
+                self.size_bytes += len(chunk)
+
+    def digest(self) -> str:
+        """Return the SHA-256 of what was appended, lower-case hex."""
+        return self._sha256.hexdigest()
+
+    def seal(self) -> None:
+        """Bring every byte to the disk; nothing can be appended any more."""
+        with self._lock:
+            if self._file is None:
+                raise RuntimeError("sealed after close")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None
+
+    def close(self) -> None:
+        """Drop the file."""
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+            self.path.unlink(missing_ok=True)
+
+
+async def download(
+    source: ArtifactSource,
+    artifact_digest: str,
+    scratch: Path,
+    *,
+    reserve: Callable[[int], Awaitable[None]],
+    retry: RetryPolicy,
+) -> Partial:
+    """Fetch an artifact into `scratch`; returns it sealed and verified, for the caller to give it its place.
+
+    `reserve` is told the size once, before the first byte is written, and may wait or raise. Raises ArtifactNotFound,
+    ArtifactUnreachable after the last try, CorruptArtifact, OSError, or whatever `reserve` raises.
+    """
+    partial = Partial(scratch)
+    try:
+        await _receive(source, artifact_digest, partial, reserve, retry)
+        _check_digest(partial, artifact_digest)
+        await asyncio.to_thread(partial.seal)
+    except BaseException:
+        await asyncio.to_thread(partial.close)
+        raise
+    return partial
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the folder's names to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+async def _receive(
+    source: ArtifactSource,
+    artifact_digest: str,
+    partial: Partial,
+    reserve: Callable[[int], Awaitable[None]],
+    retry: RetryPolicy,
+) -> None:
+    size_bytes: int | None = None
+    failures = 0
+    while size_bytes is None or partial.size_bytes < size_bytes:
+        before = partial.size_bytes
+        try:
+            async with source.open(artifact_digest, before) as stream:
+                if size_bytes is None:
+                    size_bytes = stream.size_bytes
+                    await reserve(size_bytes)
+                if stream.size_bytes != size_bytes:
+                    raise _wrong_size(artifact_digest, stream.size_bytes, size_bytes)
+                async for chunk in stream.chunks:
+                    if partial.size_bytes + len(chunk) > size_bytes:
+                        raise _wrong_size(artifact_digest, partial.size_bytes + len(chunk), size_bytes)
+                    await asyncio.to_thread(partial.append, chunk)
+            interruption = SourceInterrupted(f"it ended after {partial.size_bytes} of {size_bytes} bytes")
+        except SourceInterrupted as error:
+            interruption = error
+        if partial.size_bytes == size_bytes:
+            return
+        failures = 1 if partial.size_bytes > before else failures + 1
+        if failures >= retry.tries:
+            raise ArtifactUnreachable(
+                f"adapter artifact {artifact_digest[:12]} is not cached here and its source cannot be reached "
+                f"({interruption}); try again later",
+                artifact_digest=artifact_digest,
+                retry_after_s=retry.longest_pause_s,
+            ) from interruption
+        log.info("artifact.interrupted", artifact=artifact_digest[:12], at=partial.size_bytes, why=str(interruption))
+        await asyncio.sleep(retry.pause_s(failures))
+
+
+def _check_digest(partial: Partial, artifact_digest: str) -> None:
+    if partial.digest() != artifact_digest:
+        raise CorruptArtifact(
+            f"artifact {artifact_digest} came with other bytes than its digest says; they were thrown away",
+            artifact_digest=artifact_digest,
+        )
+
+
+def _wrong_size(artifact_digest: str, got: int, expected: int) -> CorruptArtifact:
+    return CorruptArtifact(
+        f"artifact {artifact_digest} has {got} bytes where {expected} were announced", artifact_digest=artifact_digest
+    )
+
+
+def disk_error(error: OSError, folder: Path) -> LoraplexError:
+    """Return the typed error for a failure of the cache's disk."""
+    if error.errno in _FULL_DISK:
+        return NoSpace(
+            f"the disk of the adapter cache {folder} is full; free some space or give the cache another folder",
+            retry_after_s=5.0,
+        )
+    return ArtifactUnreachable(f"the adapter cache {folder} cannot be written: {error.strerror or error}")

@@ -1,0 +1,304 @@
+"""The worker's disk cache of adapters: content-addressed, verified, bounded.
+
+`<folder>/<artifact digest>` holds a packed file whose SHA-256 is its name; `<folder>/.incoming` holds what is on its
+way. However many ask for an artifact it is fetched once; the fetch is cancelled when nobody waits any more. Idle
+artifacts are evicted least recently used first, those on the device last; what is in use never is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Self
+
+import structlog
+
+from loraplex.errors import FailedPrecondition, LoraplexError, NoSpace
+from worker.adapters.download import RetryPolicy, disk_error, download, sync_folder
+from worker.adapters.source import ArtifactSource
+from worker.mailbox import AdapterFile
+
+log = structlog.get_logger(__name__)
+
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+_HASH_STEP: Final = 2**22
+
+
+@dataclass(slots=True)
+class _Cached:
+    """A file in the folder. `verified` once its bytes were hashed in this process's life."""
+
+    size_bytes: int
+    verified: bool
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """An artifact on its way, and who waits for it."""
+
+    done: asyncio.Future[None]
+    task: asyncio.Task[None] | None = None
+    waiters: int = 0
+    reserved_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Lease:
+    """The right to use a verified file until `release`, which may be called twice."""
+
+    file: AdapterFile
+    fetched: bool
+    """It was not on the disk when it was asked for."""
+    _release: Callable[[], None] = field(repr=False)
+    _held: bool = True
+
+    def release(self) -> None:
+        """Give the file back; it may be evicted from now on."""
+        if self._held:
+            self._held = False
+            self._release()
+
+
+class AdapterStore:
+    """Owns one cache folder while `async with` lasts. `on_change` hears when a file comes, goes or is on its way.
+
+    `is_on_device` tells whether an artifact is on the device: such a file is evicted last. Raises FailedPrecondition on
+    entering where another process owns the folder.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        source: ArtifactSource,
+        *,
+        budget_bytes: int,
+        on_change: Callable[[], None] = lambda: None,
+        is_on_device: Callable[[str], bool] = lambda _: False,
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        self._folder = folder
+        self._incoming = folder / ".incoming"
+        self._source = source
+        self._budget_bytes = budget_bytes
+        self._on_change = on_change
+        self._is_on_device = is_on_device
+        self._retry = retry or RetryPolicy()
+        self._cached: OrderedDict[str, _Cached] = OrderedDict()  # least recently used first
+        self._fetches: dict[str, _Fetch] = {}
+        self._users: Counter[str] = Counter()
+        self._room_turn = asyncio.Lock()
+        self._freed = asyncio.Event()
+        self._owned = AsyncExitStack()
+        self._tasks: asyncio.TaskGroup | None = None
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as owned:
+            try:
+                lock = await asyncio.to_thread(self._open_folder)
+            except OSError as error:
+                raise disk_error(error, self._folder) from error
+            owned.callback(os.close, lock)
+            self._tasks = await owned.enter_async_context(asyncio.TaskGroup())
+            owned.callback(self._cancel_fetches)
+            self._owned = owned.pop_all()
+        log.info("adapters.cache_opened", adapters=len(self._cached), cached_bytes=self.cached_bytes)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._owned.aclose()
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of all files, without what is on its way."""
+        return sum(entry.size_bytes for entry in self._cached.values())
+
+    def holds(self, artifact_digest: str) -> bool:
+        """Tell whether the artifact is on the disk (perhaps not verified yet)."""
+        return artifact_digest in self._cached
+
+    def cached(self) -> dict[str, int]:
+        """Return {artifact digest: bytes} of all files."""
+        return {digest: entry.size_bytes for digest, entry in self._cached.items()}
+
+    def fetching(self) -> set[str]:
+        """Return the digests of artifacts on their way from the source."""
+        return {digest for digest in self._fetches if digest not in self._cached}
+
+    async def acquire(self, artifact_digest: str) -> Lease:
+        """Return a lease on the verified file, fetching it if need be.
+
+        Raises ArtifactNotFound, ArtifactUnreachable, CorruptArtifact or NoSpace. A caller that is cancelled leaves the
+        fetch to those who still wait.
+        """
+        self._users[artifact_digest] += 1
+        fetched = artifact_digest not in self._cached
+        try:
+            while (entry := self._cached.get(artifact_digest)) is None or not entry.verified:
+                await self._wait_for(artifact_digest)
+        except BaseException:
+            self._release(artifact_digest)
+            raise
+        self._cached.move_to_end(artifact_digest)
+        file = AdapterFile(artifact_digest, str(self._folder / artifact_digest), entry.size_bytes)
+        return Lease(file, fetched, lambda: self._release(artifact_digest))
+
+    def distrust(self, artifact_digest: str) -> None:
+        """Hash the file anew before its next use: someone found it unreadable."""
+        entry = self._cached.get(artifact_digest)
+        if entry is not None:
+            entry.verified = False
+
+    async def _wait_for(self, artifact_digest: str) -> None:
+        fetch = self._fetches.get(artifact_digest)
+        if fetch is None:
+            if self._tasks is None:
+                raise RuntimeError("the store is used outside of `async with`")
+            fetch = self._fetches[artifact_digest] = _Fetch(asyncio.get_running_loop().create_future())
+            fetch.task = self._tasks.create_task(self._run(artifact_digest, fetch))
+            self._on_change()
+        fetch.waiters += 1
+        try:
+            await asyncio.shield(fetch.done)
+        finally:
+            fetch.waiters -= 1
+            if not fetch.waiters and not fetch.done.done():
+                self._forget(artifact_digest, fetch)
+                fetch.done.cancel()
+                if fetch.task is not None:
+                    fetch.task.cancel()
+
+    async def _run(self, artifact_digest: str, fetch: _Fetch) -> None:
+        """Bring an artifact, and tell those who wait how it went."""
+        error: Exception | None = None
+        try:
+            await self._bring(artifact_digest, fetch)
+        except LoraplexError as refused:
+            error = refused
+        except OSError as broken:
+            error = disk_error(broken, self._folder)
+        except Exception as unexpected:
+            log.exception("artifact.fetch_broke", artifact=artifact_digest[:12])
+            error = unexpected
+        finally:
+            self._forget(artifact_digest, fetch)
+        if not fetch.done.done():
+            if error is None:
+                fetch.done.set_result(None)
+            else:
+                fetch.done.set_exception(error)
+                fetch.done.exception()  # seen, even where the last waiter has just left
+
+    def _forget(self, artifact_digest: str, fetch: _Fetch) -> None:
+        fetch.reserved_bytes = 0
+        if self._fetches.get(artifact_digest) is fetch:
+            del self._fetches[artifact_digest]
+        self._freed.set()
+        self._on_change()
+
+    async def _bring(self, artifact_digest: str, fetch: _Fetch) -> None:
+        target = self._folder / artifact_digest
+        entry = self._cached.get(artifact_digest)
+        if entry is not None:
+            if await asyncio.to_thread(_is_intact, target, artifact_digest, entry.size_bytes):
+                entry.verified = True
+                return
+            log.warning("artifact.corrupt_on_disk", artifact=artifact_digest[:12], what_now="it is fetched anew")
+            self._drop(artifact_digest)
+
+        async def reserve(size_bytes: int) -> None:
+            await self._make_room(size_bytes)
+            fetch.reserved_bytes = size_bytes
+
+        scratch = self._incoming / f"{artifact_digest[:16]}.{secrets.token_hex(4)}"
+        partial = await download(self._source, artifact_digest, scratch, reserve=reserve, retry=self._retry)
+        partial.path.replace(target)  # no await from here to the entry: a file is never there without it
+        self._cached[artifact_digest] = _Cached(partial.size_bytes, verified=True)
+        fetch.reserved_bytes = 0
+        log.info("artifact.fetched", artifact=artifact_digest[:12], size_bytes=partial.size_bytes)
+        await asyncio.to_thread(sync_folder, self._folder)
+
+    async def _make_room(self, size_bytes: int) -> None:
+        """Evict until `size_bytes` fit, waiting for files in use, first come first served. Raises NoSpace."""
+        if size_bytes > self._budget_bytes:
+            raise NoSpace(
+                f"the adapter has {size_bytes} bytes, the worker's cache takes {self._budget_bytes}; raise cache_bytes",
+                limit=self._budget_bytes,
+                length=size_bytes,
+            )
+        async with self._room_turn:
+            while not self._evict_for(size_bytes):
+                self._freed.clear()
+                await self._freed.wait()  # ends: each file in use is held by a request that ends
+
+    def _evict_for(self, size_bytes: int) -> bool:
+        """Evict idle files until `size_bytes` fit; returns whether they do."""
+        reserved = sum(fetch.reserved_bytes for fetch in self._fetches.values())
+        missing = self.cached_bytes + reserved + size_bytes - self._budget_bytes
+        idle = [digest for digest in self._cached if not self._users[digest]]
+        for digest in sorted(idle, key=self._is_on_device):  # stable: least recently used first within each
+            if missing <= 0:
+                break
+            missing -= self._cached[digest].size_bytes
+            self._drop(digest)
+            log.info("artifact.evicted", artifact=digest[:12])
+        return missing <= 0
+
+    def _drop(self, artifact_digest: str) -> None:
+        # On the event loop, and at once: on a thread it could delete a file that was fetched again meanwhile.
+        self._cached.pop(artifact_digest, None)
+        (self._folder / artifact_digest).unlink(missing_ok=True)
+        self._on_change()
+
+    def _release(self, artifact_digest: str) -> None:
+        self._users[artifact_digest] -= 1
+        if not self._users[artifact_digest]:
+            del self._users[artifact_digest]
+            self._freed.set()
+
+    def _cancel_fetches(self) -> None:
+        for fetch in list(self._fetches.values()):
+            if fetch.task is not None:
+                fetch.task.cancel()
+            fetch.done.cancel()
+
+    def _open_folder(self) -> int:
+        """Lock the folder, throw away leftovers, list the files. Returns the lock's descriptor."""
+        self._incoming.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self._folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(lock)
+            raise FailedPrecondition(
+                f"the adapter cache {self._folder} is in use by another worker; give each worker its own cache folder",
+                field="cache_dir",
+            ) from error
+        for leftover in self._incoming.iterdir():
+            leftover.unlink(missing_ok=True)
+        files = [(file.stat(), file.name) for file in self._folder.iterdir() if _DIGEST.fullmatch(file.name)]
+        for facts, name in sorted(files, key=lambda entry: (entry[0].st_atime_ns, entry[1])):
+            self._cached[name] = _Cached(facts.st_size, verified=False)
+        return lock
+
+
+def _is_intact(file: Path, artifact_digest: str, size_bytes: int) -> bool:
+    """Tell whether a file has the size and SHA-256 it should have. Reads all of it."""
+    sha256 = hashlib.sha256()
+    try:
+        with file.open("rb") as stream:
+            if os.fstat(stream.fileno()).st_size != size_bytes:
+                return False
+            while chunk := stream.read(_HASH_STEP):
+                sha256.update(chunk)
+    except OSError:
+        return False
+    return sha256.hexdigest() == artifact_digest

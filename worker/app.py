@@ -1,0 +1,224 @@
+"""A worker's front end as a whole: its parts, how they hear of each other, and its life from start to drain.
+
+STARTING (the port is bound, the base is read, the engine loads) → SERVING → DRAINING → gone; NOT_SERVING while a
+crashed engine is restarted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from common.rpc import Server
+from loraplex.manifest import read_manifest
+from loraplex.worker.v1 import worker_pb2
+from loraplex.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
+from worker.adapters.source import RegistrySource
+from worker.adapters.store import AdapterStore
+from worker.admission import Admission
+from worker.engine_client import EngineClient, EngineOptions, EngineState
+from worker.generation import StreamLimits
+from worker.service import Parts, ServedBase, WorkerService
+from worker.settings import WorkerSettings
+from worker.status import State, StatusBoard, WorkerStatus, assemble, merge_adapters
+from worker.text.model import TextModel
+
+log = structlog.get_logger(__name__)
+
+_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
+_STOP_GRACE_S = 2.0
+"""For calls that end anyway: status streams after their last message."""
+
+
+class WorkerApp:
+    """Owns all parts of a front end. Make it on a running event loop; `run` it once."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        *,
+        engine_command: Sequence[str] | None = None,
+        engine_options: EngineOptions | None = None,
+        limits: StreamLimits | None = None,
+        on_listening: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """`engine_command` stands in for the real engine process; `on_listening` hears the bound port."""
+        self._settings = settings
+        self._engine_command = engine_command
+        self._on_listening = on_listening
+        self._draining = False
+        self._base_digest = ""
+        self._seen_frames = 0
+        self._seen: object = None
+        self._health_due = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._engine = EngineClient(self._engine_changed, engine_options)
+        self._admission = Admission(settings.max_waiting_requests, self._changed)
+        self._board = StatusBoard(self._assemble)
+        self._source = RegistrySource(settings.registry)
+        self._store = AdapterStore(
+            settings.cache_dir / "artifacts",
+            self._source,
+            budget_bytes=settings.cache_bytes,
+            on_change=self._changed,
+            is_on_device=self._is_on_device,
+        )
+        self._service = WorkerService(
+            Parts(
+                worker_id=settings.worker_id,
+                engine=self._engine,
+                admission=self._admission,
+                store=self._store,
+                board=self._board,
+                limits=limits or StreamLimits(stall_timeout_s=settings.stream_stall_s),
+            )
+        )
+        self._server = Server([self._register], [_SERVICE])
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until `stop`, then drain.
+
+        Raises FailedPrecondition (port or cache folder taken), InvalidBaseModel, CorruptArtifact, or EngineStartError.
+        """
+        settings = self._settings
+        port = await self._server.start(settings.host, settings.port)
+        log.info("worker.listening", host=settings.host, port=port, worker_id=settings.worker_id)
+        self._on_listening(port)
+        try:
+            async with self._source, self._store:
+                await self._live(stop)
+        finally:
+            self._board.end()  # an open status stream would hold the server for the whole grace
+            await self._server.stop(_STOP_GRACE_S)
+            log.info("worker.stopped")
+
+    async def _live(self, stop: asyncio.Event) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            followers = [
+                tasks.create_task(self._source.follow_connection()),
+                tasks.create_task(self._follow_health()),
+            ]
+            engine = tasks.create_task(self._open_and_run())
+            await stop.wait()
+            await self._drain()
+            if self._base_digest:
+                await self._engine.stop()
+                await engine
+            for task in (engine, *followers):
+                task.cancel()
+
+    async def _open_and_run(self) -> None:
+        """Read the base model, then keep its engine running."""
+        settings = self._settings
+        started_s = time.monotonic()
+        log.info("base.reading", folder=str(settings.base_dir))
+        cancelled = threading.Event()
+
+        def on_progress(_: int) -> None:
+            if cancelled.is_set():
+                raise InterruptedError("the worker stops")
+
+        try:
+            manifest = await asyncio.to_thread(
+                read_manifest, settings.base_dir, cache_dir=settings.cache_dir, progress=on_progress
+            )
+            text = await asyncio.to_thread(TextModel.load, settings.base_dir)
+        finally:
+            cancelled.set()
+        self._base_digest = manifest.digest()
+        log.info("base.identified", digest=self._base_digest, seconds=round(time.monotonic() - started_s, 2))
+        self._service.open(ServedBase(self._base_digest, text))
+        self._changed()
+        await self._engine.run(self._engine_command or settings.engine_command(self._base_digest))
+
+    async def _drain(self) -> None:
+        """Announce, refuse what is new, finish what is open."""
+        settings = self._settings
+        was_serving = self._state() is State.SERVING
+        self._draining = True
+        self._changed()
+        self._health_due.set()
+        if was_serving:
+            log.info("worker.draining", streams=self._admission.num_tickets, timeout_s=settings.drain_timeout_s)
+            await asyncio.sleep(settings.drain_notice_s)  # so that routers send nothing more before it is refused
+        self._service.refuse()
+        try:
+            async with asyncio.timeout(settings.drain_timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            log.warning("worker.drain_cut_off", streams=self._admission.num_tickets)
+            self._service.cut_all()
+
+    async def _follow_health(self) -> None:
+        serving: bool | None = None
+        while True:
+            now_serving = self._state() is State.SERVING
+            if now_serving is not serving:
+                serving = now_serving
+                await self._server.set_serving(serving=serving)
+                log.info("worker.health", serving=serving, state=self._state().value)
+            await self._health_due.wait()
+            self._health_due.clear()
+
+    def _register(self, server: object) -> None:
+        add_WorkerServiceServicer_to_server(self._service, server)  # type: ignore[arg-type]
+
+    # Changes.
+
+    def _changed(self) -> None:
+        if self._admission.num_tickets:
+            self._idle.clear()
+        else:
+            self._idle.set()
+        self._board.changed()
+
+    def _engine_changed(self) -> None:
+        engine = self._engine
+        if engine.ready is not None:
+            self._admission.engine_ready(engine.ready.max_running_requests)
+        if engine.num_frames != self._seen_frames:
+            self._seen_frames = engine.num_frames
+            self._admission.engine_frame()
+        seen = (engine.state, engine.epoch, engine.status, self._admission.unseen_tokens)
+        if seen != self._seen:
+            self._seen = seen
+            self._health_due.set()
+            self._board.changed()
+
+    # Status.
+
+    def _state(self) -> State:
+        if self._draining:
+            return State.DRAINING
+        if self._engine.state is EngineState.READY:
+            return State.SERVING
+        return State.STARTING if self._engine.ready is None else State.NOT_SERVING
+
+    def _is_on_device(self, artifact_digest: str) -> bool:
+        status = self._engine.status
+        return status is not None and any(held.artifact_digest == artifact_digest for held in status.adapters)
+
+    def _assemble(self, sequence: int) -> WorkerStatus:
+        engine, admission = self._engine, self._admission
+        return assemble(
+            worker_id=self._settings.worker_id,
+            epoch=engine.epoch,
+            sequence=sequence,
+            state=self._state(),
+            base_digest=self._base_digest,
+            ready=engine.ready,
+            engine=engine.status,
+            active_choices=admission.active_choices,
+            unseen_tokens=admission.unseen_tokens,
+            adapters=merge_adapters(
+                cached=self._store.cached(),
+                fetching=self._store.fetching(),
+                in_flight=admission.in_flight(),
+                on_device=engine.status.adapters if engine.status is not None else (),
+            ),
+        )

@@ -1,0 +1,128 @@
+"""The engine's loop: drain the inbox, schedule, execute, update, tell. One thread; it waits in the inbox alone.
+
+Owns the order of these and nothing else: decisions are the scheduler's, the device is the runner's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from worker.engine.inbox import Inbox, MailboxClosed
+from worker.engine.loader import Loader
+from worker.engine.plan import Runner, StepPlan
+from worker.engine.refusal import STEP_FAILED, Problem
+from worker.engine.scheduler import Scheduler
+from worker.mailbox import Abort, EngineStatus, Failure, Output, Shutdown, Step, Submit, ToEngine
+
+MAX_FAILED_STEPS: Final = 3
+"""Steps in a row that may raise before the engine gives up: something is wrong with more than one request."""
+
+log = structlog.get_logger(__name__)
+
+
+class EngineBroken(Exception):
+    """The runner failed too many steps in a row; the process should end and be started anew."""
+
+
+class EngineLoop:
+    """Runs until the front end says so or is gone."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        inbox: Inbox,
+        loader: Loader,
+        *,
+        describe: Callable[[Exception], Problem],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`describe` gives the words for what a load raised: the error tree is not the engine's to know."""
+        self._runner = runner
+        self._scheduler = scheduler
+        self._inbox = inbox
+        self._loader = loader
+        self._describe = describe
+        self._clock = clock
+        self._failures: list[Failure] = []
+        self._told: EngineStatus | None = None
+        self._failed_steps = 0
+
+    def run(self) -> None:
+        """Serve until Shutdown or the mailbox's end. Raises EngineBroken, or MailboxBroken on a protocol error."""
+        try:
+            self._tell([], stepped=False)
+            idle = True
+            while True:
+                wait = idle or self._inbox.congested
+                for message in self._inbox.receive(timeout_s=None if wait else 0):
+                    if isinstance(message, Shutdown):
+                        return
+                    self._take(message)
+                idle = self._turn()
+        except MailboxClosed as closed:
+            log.info("engine.mailbox_closed", how=str(closed))
+
+    def _take(self, message: ToEngine) -> None:
+        match message:
+            case Submit():
+                failure = self._scheduler.submit(message)
+                if failure is not None:
+                    self._failures.append(failure)
+            case Abort():
+                self._scheduler.abort(message.request_ids)
+
+    def _turn(self) -> bool:
+        """Do all that can be done without waiting, one step at most; returns whether nothing is left to do."""
+        self._take_loads()
+        if self._inbox.congested:
+            return True
+        schedule = self._scheduler.schedule(self._clock())
+        for placement in schedule.placements:
+            for slot in placement.evicted_slots:
+                self._runner.release_adapter(slot)
+            self._loader.start(placement.slot, Path(placement.file.path))
+        outputs: list[Output] = []
+        if schedule.plan is not None:
+            outputs = self._step(schedule.plan)
+        self._tell(outputs, stepped=schedule.plan is not None)
+        return schedule.plan is None  # requests may wait for loads, whose end wakes the inbox
+
+    def _take_loads(self) -> None:
+        for loaded in self._loader.completed():
+            if loaded.error is None:
+                self._scheduler.adapter_loaded(loaded.slot, loaded.device_bytes, self._clock())
+            else:
+                log.warning("engine.load_failed", slot=loaded.slot, error=str(loaded.error))
+                self._failures += self._scheduler.adapter_failed(loaded.slot, self._describe(loaded.error))
+
+    def _step(self, plan: StepPlan) -> list[Output]:
+        started = self._clock()
+        try:
+            result = self._runner.execute(plan)
+            now = self._clock()
+            outputs = self._scheduler.update(plan, result, now - started, now)
+        except Exception as error:
+            log.exception("engine.step_failed", step=plan.step, requests=len(plan.sequences))
+            self._failures += self._scheduler.fail_step(plan, STEP_FAILED)
+            self._failed_steps += 1
+            if self._failed_steps >= MAX_FAILED_STEPS:
+                self._tell([], stepped=True)
+                raise EngineBroken(f"{self._failed_steps} steps in a row failed") from error
+            return []
+        self._failed_steps = 0
+        return outputs
+
+    def _tell(self, outputs: list[Output], *, stepped: bool) -> None:
+        """Send one frame after a step, or when something changed without one."""
+        status = self._scheduler.status()
+        if not (stepped or self._failures or status != self._told):
+            return
+        self._inbox.send(Step(self._scheduler.step, tuple(outputs), tuple(self._failures), status))
+        self._failures.clear()
+        self._told = status

@@ -1,0 +1,250 @@
+"""The front end's side of the engine: keeps a process running, speaks the mailbox, contains crashes.
+
+Owns which engine runs and which request belongs to whom. When the process dies all requests in it fail with EngineDown,
+and it is started anew after a pause that doubles with every crash. Knows nothing of gRPC or text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final, Protocol
+
+import structlog
+
+from loraplex.errors import BY_REASON, EngineDown, LoraplexError, QueueFull
+from worker.backoff import Backoff
+from worker.engine_link import EngineLink, EngineStartError, LinkBroken, LinkClosed
+from worker.mailbox import Abort, EngineStatus, Failure, Output, Ready, Shutdown, StartFailed, Step, Submit
+
+log = structlog.get_logger(__name__)
+
+_MAX_UNREAD_BYTES: Final = 32 * 2**20
+"""What may stand written and unread before the engine is held to be overrun."""
+
+
+class EngineState(Enum):
+    """Where the engine is in its life."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DOWN = "down"
+    STOPPED = "stopped"
+
+
+class RequestOwner(Protocol):
+    """Who hears of a request's tokens and of its end. Called on the event loop, must not block."""
+
+    def on_output(self, output: Output) -> None:
+        """Take tokens; the last output carries `finish`."""
+
+    def on_failure(self, request_id: int, error: LoraplexError) -> None:
+        """Learn that the request ended with an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How patient the front end is with its engine. Times in seconds."""
+
+    backoff: Backoff = field(default_factory=Backoff)
+    start_timeout_s: float = 3600.0
+    """Until Ready, from a cold disk and with a large base too."""
+    silence_timeout_s: float = 300.0
+    """Requests in flight and no frame for so long: the engine hangs and is killed."""
+    exit_timeout_s: float = 10.0
+    """From Shutdown, or a closed mailbox, until the process is killed."""
+    max_failed_starts: int = 5
+    """Crashes before the first Ready ever that end the worker: it would never serve."""
+
+
+class EngineClient:
+    """One engine process after the other. `on_change` hears of every change of state and every frame."""
+
+    def __init__(self, on_change: Callable[[], None], options: EngineOptions | None = None) -> None:
+        self._options = options or EngineOptions()
+        self._on_change = on_change
+        self._owners: dict[int, RequestOwner] = {}
+        self._link: EngineLink | None = None
+        self._stopping = asyncio.Event()
+        self._silence_timer: asyncio.TimerHandle | None = None
+        self._ready_s: float | None = None
+        self._last_frame_s = 0.0
+        self._next_request_id = 1
+        self.state = EngineState.STARTING
+        self.ready: Ready | None = None
+        """Of the running engine, or of the last one."""
+        self.status: EngineStatus | None = None
+        """The last status of the running engine; None before its first."""
+        self.epoch = secrets.token_hex(8)
+        """Another one as soon as an engine, and what it held, is lost."""
+        self.num_frames = 0
+
+    # Requests.
+
+    def new_request_ids(self, count: int) -> list[int]:
+        """Return ids that no request of this worker has had."""
+        first = self._next_request_id
+        self._next_request_id += count
+        return list(range(first, first + count))
+
+    def submit(self, request: Submit, owner: RequestOwner) -> None:
+        """Hand a request to the engine. Raises EngineDown, or QueueFull where the engine does not keep up reading."""
+        if self.state is not EngineState.READY or self._link is None:
+            raise self.down_error()
+        if self._link.unread_bytes > _MAX_UNREAD_BYTES:
+            raise QueueFull("the engine is overrun; try again later", retry_after_s=1.0)
+        self._link.send(request)
+        self._owners[request.request_id] = owner
+        self._watch_silence()
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        """Stop requests; their owners hear no more of them. Unknown ids are ignored."""
+        known = tuple(request_id for request_id in request_ids if self._owners.pop(request_id, None) is not None)
+        if known and self._link is not None:
+            self._link.send(Abort(known))
+
+    @property
+    def num_requests(self) -> int:
+        """Requests handed over and not ended."""
+        return len(self._owners)
+
+    def down_error(self) -> EngineDown:
+        """Return what a request is told while no engine runs."""
+        if self.state is EngineState.STARTING:
+            return EngineDown("the engine is loading the base model; try again soon", retry_after_s=1.0)
+        return EngineDown("the engine process died and is being restarted; try again", retry_after_s=1.0)
+
+    # The process.
+
+    async def run(self, command: Sequence[str]) -> None:
+        """Keep `command --fd N` running until `stop`. Raises EngineStartError when that cannot be done."""
+        backoff, failed_starts = self._options.backoff, 0
+        while not self._stopping.is_set():
+            end = await self._live_once(command)
+            if self._stopping.is_set():
+                break
+            healthy_s = 0.0 if self._ready_s is None else time.monotonic() - self._ready_s
+            failed_starts += self._ready_s is None
+            if self.ready is None and failed_starts >= self._options.max_failed_starts:
+                raise EngineStartError(f"the engine {end} before it was ready, {failed_starts} times in a row")
+            backoff, pause_s = backoff.after(healthy_s)
+            log.error("engine.down", end=end, restart_in_s=round(pause_s, 2))
+            try:
+                async with asyncio.timeout(pause_s):
+                    await self._stopping.wait()
+            except TimeoutError:
+                pass
+        self._set_state(EngineState.STOPPED)
+
+    async def stop(self) -> None:
+        """Make the engine leave and `run` return; what does not leave in time is killed."""
+        self._stopping.set()
+        link = self._link
+        if link is not None and self.state is not EngineState.READY:
+            link.kill()  # it is still loading and would not hear
+        elif link is not None:
+            link.send(Shutdown())
+            if not await link.exited(self._options.exit_timeout_s):
+                log.warning("engine.killed", why="it did not stop in time")
+                link.kill()
+
+    async def _live_once(self, command: Sequence[str]) -> str:
+        """Run one engine process to its end; returns how it ended, in words."""
+        self._ready_s = None
+        link = self._link = await EngineLink.start(command)
+        log.info("engine.started", pid=link.pid, epoch=self.epoch)
+        if self._stopping.is_set():
+            link.kill()
+        broken = ""
+        try:
+            await self._serve(link)
+        except LinkClosed:
+            pass
+        except (LinkBroken, TimeoutError) as error:
+            broken = f"{error}" or f"was not ready within {self._options.start_timeout_s:g} s"
+            link.kill()
+        except BaseException:
+            link.kill()
+            raise
+        finally:
+            self._link = None
+            self._lose_engine()
+            end = await link.close(self._options.exit_timeout_s)
+        return broken or end
+
+    async def _serve(self, link: EngineLink) -> None:
+        async with asyncio.timeout(self._options.start_timeout_s):
+            first = await link.receive()
+        if isinstance(first, StartFailed):
+            raise EngineStartError(f"{first.message} [{first.reason}]")
+        if not isinstance(first, Ready):
+            raise LinkBroken("sent a step before it was ready")
+        self.ready, self._ready_s = first, time.monotonic()
+        log.info("engine.ready", device=first.device, dtype=first.dtype, blocks=first.total_blocks, epoch=self.epoch)
+        self._set_state(EngineState.READY)
+        while True:
+            frame = await link.receive()
+            if not isinstance(frame, Step):
+                raise LinkBroken(f"sent {type(frame).__name__} after it was ready")
+            self._take(frame)
+
+    def _take(self, step: Step) -> None:
+        self._last_frame_s = time.monotonic()
+        self.num_frames += 1
+        self.status = step.status
+        for output in step.outputs:
+            owner = self._owners.get(output.request_id)
+            if owner is not None:
+                if output.finish:
+                    del self._owners[output.request_id]
+                owner.on_output(output)
+        for failure in step.failures:
+            owner = self._owners.pop(failure.request_id, None)
+            if owner is not None:
+                owner.on_failure(failure.request_id, _error_of(failure))
+        self._on_change()
+
+    def _lose_engine(self) -> None:
+        if self._silence_timer is not None:
+            self._silence_timer.cancel()
+            self._silence_timer = None
+        owners, self._owners = self._owners, {}
+        self.status = None
+        self.epoch = secrets.token_hex(8)
+        self._set_state(EngineState.DOWN)
+        for request_id, owner in owners.items():
+            owner.on_failure(request_id, self.down_error())
+
+    def _set_state(self, state: EngineState) -> None:
+        if state is not self.state:
+            self.state = state
+            self._on_change()
+
+    def _watch_silence(self) -> None:
+        """Arm the watch over a silent engine, unless it is armed."""
+        if self._silence_timer is None:
+            self._last_frame_s = time.monotonic()
+            self._silence_timer = asyncio.get_running_loop().call_later(
+                self._options.silence_timeout_s, self._check_silence
+            )
+
+    def _check_silence(self) -> None:
+        self._silence_timer = None
+        if not self._owners or self._link is None:
+            return
+        left_s = self._last_frame_s + self._options.silence_timeout_s - time.monotonic()
+        if left_s <= 0:
+            log.error("engine.hangs", silent_s=self._options.silence_timeout_s, requests=len(self._owners))
+            self._link.kill()
+        else:
+            self._silence_timer = asyncio.get_running_loop().call_later(left_s, self._check_silence)
+
+
+def _error_of(failure: Failure) -> LoraplexError:
+    error = BY_REASON.get(failure.reason, LoraplexError)(failure.message)
+    error.metadata = dict(failure.metadata)
+    return error

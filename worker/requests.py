@@ -1,0 +1,112 @@
+"""Generation requests as they come over the wire, checked: everything that can be refused without tokenizing."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from loraplex.errors import BaseMismatch, EmptyPrompt, InvalidParameter, InvalidRequest, UnsupportedAdapter
+from loraplex.worker.v1.worker_pb2 import GenerateRequest, ResolvedAdapter
+from worker.sampling import CheckedSampling, check_sampling
+from worker.text.chat import Message
+
+ROLES: Final = ("system", "user", "assistant")
+MAX_ID_CHARS: Final = 128
+DEFAULT_TENANT: Final = "default"
+FORMATS: Final = ("none",)
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedAdapter:
+    """The adapter of a request: digests in lower-case hex."""
+
+    version_digest: str
+    artifact_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The turns of a conversation, at least one."""
+
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """A request in which every field is in range. `prompt` is text, a conversation, or token ids."""
+
+    request_id: str
+    tenant: str
+    adapter: CheckedAdapter | None
+    prompt: str | Conversation | tuple[int, ...]
+    sampling: CheckedSampling
+
+
+def check_request(request: GenerateRequest, *, base_digest: str, vocab_size: int) -> CheckedRequest:
+    """Check a request. Raises InvalidRequest and its kinds, naming the field, or BaseMismatch."""
+    for field, value in (("request_id", request.request_id), ("tenant", request.tenant)):
+        if len(value) > MAX_ID_CHARS:
+            raise InvalidRequest(f"{field} has {len(value)} characters; give at most {MAX_ID_CHARS}", field=field)
+    _check_digest("base_digest", request.base_digest)
+    if request.base_digest != base_digest:
+        raise BaseMismatch(
+            f"the request was resolved against base model {request.base_digest[:12]}, this worker serves "
+            f"{base_digest[:12]}; register the base that the workers serve, or start workers for this one",
+            field="base_digest",
+            expected=base_digest,
+            got=request.base_digest,
+        )
+    adapter = _check_adapter(request.adapter) if request.HasField("adapter") else None
+    return CheckedRequest(
+        request_id=request.request_id,
+        tenant=request.tenant or DEFAULT_TENANT,
+        adapter=adapter,
+        prompt=_check_input(request, vocab_size),
+        sampling=check_sampling(request.sampling, vocab_size=vocab_size),
+    )
+
+
+def _check_digest(field: str, digest: str) -> None:
+    if not _DIGEST.fullmatch(digest):
+        raise InvalidRequest(f"{field} is no digest; give 64 lower-case hex digits (SHA-256)", field=field)
+
+
+def _check_adapter(adapter: ResolvedAdapter) -> CheckedAdapter:
+    _check_digest("adapter.version_digest", adapter.version_digest)
+    _check_digest("adapter.artifact_digest", adapter.artifact_digest)
+    if adapter.format not in FORMATS:
+        raise UnsupportedAdapter(
+            f"adapter.format is {adapter.format!r}; this worker reads {', '.join(FORMATS)}", field="adapter.format"
+        )
+    return CheckedAdapter(adapter.version_digest, adapter.artifact_digest)
+
+
+def _check_input(request: GenerateRequest, vocab_size: int) -> str | Conversation | tuple[int, ...]:
+    match request.WhichOneof("input"):
+        case "prompt":
+            if not request.prompt:
+                raise EmptyPrompt("the prompt is empty; give at least one character", field="prompt")
+            return request.prompt
+        case "chat":
+            if not request.chat.messages:
+                raise EmptyPrompt("the conversation has no messages; give at least one", field="messages")
+            for at, message in enumerate(request.chat.messages):
+                if message.role not in ROLES:
+                    field = f"messages[{at}].role"
+                    raise InvalidParameter(f"{field} is {message.role!r}; give one of {', '.join(ROLES)}", field=field)
+            return Conversation(tuple(Message(turn.role, turn.content) for turn in request.chat.messages))
+        case "tokens":
+            token_ids = tuple(request.tokens.token_ids)
+            if not token_ids:
+                raise EmptyPrompt("the prompt has no tokens; give at least one", field="token_ids")
+            if max(token_ids) >= vocab_size:
+                at = next(at for at, token_id in enumerate(token_ids) if token_id >= vocab_size)
+                field = f"token_ids[{at}]"
+                raise InvalidParameter(
+                    f"{field} is {token_ids[at]}; the vocabulary has ids 0 to {vocab_size - 1}", field=field
+                )
+            return token_ids
+        case _:
+            raise EmptyPrompt("the request has no prompt, messages or tokens; give one of them", field="prompt")

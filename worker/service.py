@@ -1,0 +1,226 @@
+"""The gRPC face of a worker: Generate and WatchStatus.
+
+Wires one RPC through validation, admission, text, adapter and engine, and turns what comes back into messages. Owns no
+state but whether the worker takes requests.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+from grpc import aio
+
+from loraplex.errors import DeadlineExceeded, Draining, EngineDown, LoraplexError
+from loraplex.worker.v1.worker_pb2 import (
+    GenerateRequest,
+    GenerateResponse,
+    WatchStatusRequest,
+    WatchStatusResponse,
+)
+from loraplex.worker.v1.worker_pb2_grpc import WorkerServiceServicer
+from worker import mailbox
+from worker.adapters.store import AdapterStore, Lease
+from worker.admission import Admission, Ticket
+from worker.engine_client import EngineClient, EngineState
+from worker.generation import ChoiceEnd, Generation, StreamLimits, TextDelta
+from worker.messages import choice_end_message, delta_message, finished_message, serving_facts, status_message
+from worker.requests import CheckedRequest, Conversation, check_request
+from worker.sampling import SEED_BITS
+from worker.status import StatusBoard
+from worker.text.choice import ChoiceText
+from worker.text.model import TextModel, too_long
+
+log = structlog.get_logger(__name__)
+
+STATUS_SEQUENCE_KEY: Final = "x-loraplex-status-sequence"
+_UNREADABLE_FILE: Final = frozenset({"CORRUPT_ARTIFACT", "ARTIFACT_UNREACHABLE"})
+"""Reasons by which the engine says that an adapter's file is not what it was when it was verified."""
+
+Context = aio.ServicerContext[GenerateRequest, GenerateResponse]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedBase:
+    """The base model this worker serves: its digest and its text side."""
+
+    digest: str
+    text: TextModel
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the service works with; each part has its own owner."""
+
+    worker_id: str
+    engine: EngineClient
+    admission: Admission
+    store: AdapterStore
+    board: StatusBoard
+    limits: StreamLimits
+
+
+class _Held:
+    """What one RPC holds, given back once, whoever notices its end first."""
+
+    __slots__ = ("generation", "lease", "ticket")
+
+    def __init__(self, ticket: Ticket) -> None:
+        self.ticket = ticket
+        self.lease: Lease | None = None
+        self.generation: Generation | None = None
+
+    def close(self) -> None:
+        if self.generation is not None:
+            self.generation.close()
+        if self.lease is not None:
+            self.lease.release()
+        self.ticket.close(time.monotonic())
+
+
+class WorkerService(WorkerServiceServicer):
+    """Serves routers. Takes requests once `open` was called, until `refuse`."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._base: ServedBase | None = None
+        self._refusal: Callable[[], LoraplexError] | None = None
+        self._held: set[_Held] = set()
+
+    def open(self, base: ServedBase) -> None:
+        """Serve this base model, whenever the engine is ready."""
+        self._base = base
+
+    def refuse(self) -> None:
+        """Answer every new request with Draining."""
+        self._refusal = lambda: Draining("the worker is draining; another worker may take the request")
+
+    def cut_all(self) -> None:
+        """End the streams that are still open, with Draining."""
+        for held in list(self._held):
+            if held.generation is not None:
+                held.generation.fail(Draining("the worker stopped before the answer was complete"))
+
+    async def Generate(  # noqa: N802 - gRPC's name
+        self, request: GenerateRequest, context: Context
+    ) -> AsyncIterator[GenerateResponse]:
+        """Generate text: see worker.proto."""
+        arrival_s = time.monotonic()
+        base, ready = self._serving()
+        checked = check_request(request, base_digest=base.digest, vocab_size=ready.vocab_size)
+        remaining_s = context.time_remaining()
+        if remaining_s is not None and remaining_s <= 0:
+            raise DeadlineExceeded("the deadline passed before the request was read")
+        digest = checked.adapter.artifact_digest if checked.adapter else None
+        held = _Held(self._parts.admission.admit(checked.sampling.n, digest, arrival_s))
+        self._held.add(held)
+
+        def give_back(_: object = None) -> None:
+            held.close()
+            self._held.discard(held)
+
+        # The handler may be suspended in a write when the client goes away; gRPC's callback comes in every case.
+        context.add_done_callback(give_back)  # type: ignore[arg-type] # the stubs name a class where grpc takes any callable
+        try:
+            async for message in self._answer(checked, base, ready, held, context, arrival_s):
+                yield message
+        except LoraplexError as error:
+            log.info("generate.failed", request_id=checked.request_id, reason=error.reason, why=error.message)
+            raise
+        finally:
+            give_back()
+
+    async def _answer(
+        self,
+        checked: CheckedRequest,
+        base: ServedBase,
+        ready: mailbox.Ready,
+        held: _Held,
+        context: Context,
+        arrival_s: float,
+    ) -> AsyncIterator[GenerateResponse]:
+        parts, sampling, adapter = self._parts, checked.sampling, checked.adapter
+        prompt = await _tokenize(checked, base.text, limit=ready.max_context_tokens - 1)
+        held.ticket.tokenized(len(prompt))
+        await context.send_initial_metadata(((STATUS_SEQUENCE_KEY, str(parts.board.sequence)),))
+
+        fetch_s = 0.0
+        if adapter is not None:
+            asked_s = time.monotonic()
+            held.lease = await parts.store.acquire(adapter.artifact_digest)
+            fetch_s = time.monotonic() - asked_s if held.lease.fetched else 0.0
+
+        lease = held.lease
+        seed = secrets.randbits(SEED_BITS) if sampling.seed is None else sampling.seed
+        room = ready.max_context_tokens - len(prompt)
+
+        def make(index: int, request_id: int) -> mailbox.Submit:
+            return mailbox.Submit(
+                request_id=request_id,
+                prompt_token_ids=prompt,
+                sampling=sampling.for_choice(index, seed=seed, room=room),
+                adapter=lease.file if lease is not None else None,
+                tenant=checked.tenant,
+                arrival_s=arrival_s,
+            )
+
+        choices = [ChoiceText(base.text.vocabulary, sampling.stop, sampling.min_tokens) for _ in range(sampling.n)]
+        generation = held.generation = Generation(parts.engine, held.ticket, choices, parts.limits)
+        if adapter is not None:
+            generation.on_failure_reason = lambda reason: self._doubt(adapter.artifact_digest, reason)
+        generation.submit(make)
+        async for event in generation.events():
+            if isinstance(event, TextDelta):
+                yield delta_message(event, base.text.vocabulary)
+            elif isinstance(event, ChoiceEnd):
+                yield choice_end_message(event)
+            else:
+                facts = serving_facts(
+                    event.timing,
+                    fetch_s=fetch_s,
+                    fetched=lease is not None and lease.fetched,
+                    base_digest=base.digest,
+                    digests=(adapter.version_digest, adapter.artifact_digest) if adapter else None,
+                    worker_id=parts.worker_id,
+                )
+                yield finished_message(len(prompt), event.completion_tokens, facts)
+
+    async def WatchStatus(  # noqa: N802 - gRPC's name
+        self, request: WatchStatusRequest, context: aio.ServicerContext[WatchStatusRequest, WatchStatusResponse]
+    ) -> AsyncIterator[WatchStatusResponse]:
+        """Stream the status: see worker.proto."""
+        del request, context
+        previous = None
+        async for status in self._parts.board.follow():
+            yield status_message(previous, status)
+            previous = status
+
+    def _serving(self) -> tuple[ServedBase, mailbox.Ready]:
+        """Return what serves. Raises Draining, or EngineDown while nothing does."""
+        if self._refusal is not None:
+            raise self._refusal()
+        engine = self._parts.engine
+        if self._base is None:
+            raise EngineDown("the worker is reading its base model; try again soon", retry_after_s=1.0)
+        if engine.state is not EngineState.READY or engine.ready is None:
+            raise engine.down_error()
+        return self._base, engine.ready
+
+    def _doubt(self, artifact_digest: str, reason: str) -> None:
+        if reason in _UNREADABLE_FILE:
+            self._parts.store.distrust(artifact_digest)
+
+
+async def _tokenize(checked: CheckedRequest, text: TextModel, *, limit: int) -> tuple[int, ...]:
+    prompt = checked.prompt
+    if isinstance(prompt, str):
+        return await text.encode_prompt(prompt, limit=limit)
+    if isinstance(prompt, Conversation):
+        return await text.encode_chat(prompt.messages, limit=limit)
+    if len(prompt) > limit:
+        raise too_long(len(prompt), limit, "token_ids")
+    return prompt

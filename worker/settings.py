@@ -1,0 +1,65 @@
+"""What a worker can be told: command line, LORAPLEX_WORKER_* environment, defaults."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from common.config import Port, ServiceSettings
+
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(ge=0, le=86_400)]
+
+
+class WorkerSettings(ServiceSettings):
+    """Settings of one worker process pair: front end and engine."""
+
+    model_config = SettingsConfigDict(env_prefix="LORAPLEX_WORKER_")
+
+    port: Port = Field(50052, description="gRPC port; 0 takes a free one")
+    worker_id: str = Field(
+        default_factory=socket.gethostname,
+        min_length=1,
+        max_length=128,
+        description="stable name of this worker; each worker needs its own (default: the host's name)",
+    )
+    base_dir: Path = Field(description="Hugging Face folder of the base model")
+    registry: str = Field("127.0.0.1:50051", pattern=r"^\S+:\d+$", description="HOST:PORT of the registry")
+    cache_dir: Path = Field(description="folder for cached adapters; each worker needs its own")
+    cache_bytes: Count = Field(8 * 2**30, description="most bytes of cached adapters")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="dtype of the base model's weights")
+    kv_cache_bytes: Count | None = Field(None, description="bytes of KV cache (default: the engine decides)")
+    max_context_tokens: Count | None = Field(None, description="prompt plus answer (default: the model's limit)")
+    max_running_requests: Count = Field(64, description="requests computed at a time")
+    max_waiting_requests: Annotated[int, Field(ge=0)] = Field(256, description="requests that may wait beyond those")
+    max_resident_adapters: Count = Field(32, description="adapters on the device at a time")
+    max_prefill_tokens: Count = Field(512, description="prompt tokens computed in one step")
+    drain_notice_s: Seconds = Field(1.0, description="seconds between announcing a drain and refusing requests")
+    drain_timeout_s: Seconds = Field(30.0, description="seconds that open streams get to finish in a drain")
+    stream_stall_s: Annotated[float, Field(gt=0, le=86_400)] = Field(
+        60.0, description="seconds a client may leave a message unread before its stream is cut off"
+    )
+
+    def engine_command(self, base_digest: str) -> list[str]:
+        """Return the command line of the engine process, without the mailbox's descriptor."""
+        options: dict[str, object] = {
+            "base-dir": self.base_dir,
+            "base-digest": base_digest,
+            "device": self.device,
+            "dtype": self.dtype,
+            "kv-cache-bytes": self.kv_cache_bytes,
+            "max-context-tokens": self.max_context_tokens,
+            "max-running-requests": self.max_running_requests,
+            "max-resident-adapters": self.max_resident_adapters,
+            "max-prefill-tokens": self.max_prefill_tokens,
+            "log-level": self.log_level,
+            "log-format": self.log_format,
+        }
+        flags = [text for name, value in options.items() if value is not None for text in (f"--{name}", str(value))]
+        return [sys.executable, "-m", "worker.engine_process", *flags]

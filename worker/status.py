@@ -1,0 +1,188 @@
+"""What a worker tells of itself: one status value, assembled on demand, and the streams that follow it.
+
+`StatusBoard` owns the sequence number and who is watching; the facts stay with their owners and are asked for when a
+message goes out. Knows nothing of protobuf.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+from worker.mailbox import AdapterOnDevice, EngineStatus, Ready
+
+HEARTBEAT_S: Final = 1.0
+MIN_INTERVAL_S: Final = 0.1
+
+
+class State(Enum):
+    """Where the worker is in its life."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    NOT_SERVING = "not_serving"
+    DRAINING = "draining"
+
+
+class Tier(Enum):
+    """Where an adapter is; the fastest tier that holds it whole."""
+
+    DEVICE = "device"
+    DISK = "disk"
+    SOURCE = "source"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterStatus:
+    """One adapter on this worker."""
+
+    artifact_digest: str
+    tier: Tier
+    loading: bool
+    in_flight: int
+    artifact_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """Everything a worker tells of itself. Speeds in tokens per second; `adapters` by artifact digest."""
+
+    worker_id: str
+    epoch: str
+    sequence: int
+    state: State
+    base_digest: str = ""
+    running_requests: int = 0
+    waiting_requests: int = 0
+    queued_prefill_tokens: int = 0
+    prefill_tokens_per_second: float = 0.0
+    decode_tokens_per_second: float = 0.0
+    free_blocks: int = 0
+    total_blocks: int = 0
+    block_tokens: int = 0
+    max_context_tokens: int = 0
+    adapters: Mapping[str, AdapterStatus] = field(default_factory=dict)
+
+
+_UNKNOWN: Final = EngineStatus(0, 0, 0, 0, 0.0, 0.0, ())
+
+
+def merge_adapters(
+    *,
+    cached: Mapping[str, int],
+    fetching: set[str],
+    in_flight: Mapping[str, int],
+    on_device: tuple[AdapterOnDevice, ...],
+) -> dict[str, AdapterStatus]:
+    """Return one entry per adapter that is on the disk, on the device, on its way, or asked for.
+
+    `cached` holds bytes by digest. An adapter the engine is still loading counts as on the disk.
+    """
+    engine = {adapter.artifact_digest: adapter for adapter in on_device}
+    merged: dict[str, AdapterStatus] = {}
+    for digest in sorted(cached.keys() | fetching | in_flight.keys() | engine.keys()):
+        held = engine.get(digest)
+        if held is not None and not held.loading:
+            tier, loading = Tier.DEVICE, False
+        elif digest in cached or held is not None:
+            tier, loading = Tier.DISK, held is not None
+        else:
+            tier, loading = Tier.SOURCE, digest in fetching
+        size = cached.get(digest, held.device_bytes if held is not None else 0)
+        merged[digest] = AdapterStatus(digest, tier, loading, in_flight.get(digest, 0), size)
+    return merged
+
+
+def assemble(
+    *,
+    worker_id: str,
+    epoch: str,
+    sequence: int,
+    state: State,
+    base_digest: str,
+    ready: Ready | None,
+    engine: EngineStatus | None,
+    active_choices: int,
+    unseen_tokens: int,
+    adapters: Mapping[str, AdapterStatus],
+) -> WorkerStatus:
+    """Return the whole status from what the front end and the engine know.
+
+    `active_choices` are all that the engine has yet to finish, `unseen_tokens` the prompt tokens that `engine` does not
+    contain yet. Without an engine nothing runs; until its first report it is as it was when it got ready.
+    """
+    running = engine.running_requests if engine is not None else 0
+    return WorkerStatus(
+        worker_id=worker_id,
+        epoch=epoch,
+        sequence=sequence,
+        state=state,
+        base_digest=base_digest,
+        running_requests=running,
+        waiting_requests=max(0, active_choices - running),
+        queued_prefill_tokens=unseen_tokens + (engine.queued_prefill_tokens if engine is not None else 0),
+        prefill_tokens_per_second=(engine or ready or _UNKNOWN).prefill_tokens_per_second,
+        decode_tokens_per_second=(engine or ready or _UNKNOWN).decode_tokens_per_second,
+        free_blocks=engine.free_blocks if engine is not None else ready.total_blocks if ready is not None else 0,
+        total_blocks=ready.total_blocks if ready is not None else 0,
+        block_tokens=ready.block_tokens if ready is not None else 0,
+        max_context_tokens=ready.max_context_tokens if ready is not None else 0,
+        adapters=adapters,
+    )
+
+
+class StatusBoard:
+    """Counts changes and lets streams follow them. `assemble(sequence)` returns the status as it is now."""
+
+    def __init__(self, assemble: Callable[[int], WorkerStatus]) -> None:
+        self._assemble = assemble
+        self._sequence = 0
+        self._watchers: set[asyncio.Event] = set()
+        self._ended = False
+
+    def changed(self) -> int:
+        """Count a change, wake the streams; returns the sequence of the status that contains it."""
+        self._sequence += 1
+        for watcher in self._watchers:
+            watcher.set()
+        return self._sequence
+
+    @property
+    def sequence(self) -> int:
+        """The sequence of the status as it is now."""
+        return self._sequence
+
+    def now(self) -> WorkerStatus:
+        """Return the status as it is now."""
+        return self._assemble(self._sequence)
+
+    def end(self) -> None:
+        """End all streams after one last message each."""
+        self._ended = True
+        self.changed()
+
+    async def follow(self) -> AsyncIterator[WorkerStatus]:
+        """Yield the status: at once, then after changes, at most 10 a second and at least one a second."""
+        loop = asyncio.get_running_loop()
+        woken = asyncio.Event()
+        self._watchers.add(woken)
+        try:
+            while True:
+                woken.clear()
+                ended = self._ended
+                yield self.now()
+                if ended:
+                    return
+                sent_s = loop.time()
+                try:
+                    async with asyncio.timeout(HEARTBEAT_S):
+                        await woken.wait()
+                except TimeoutError:
+                    continue
+                if not self._ended:
+                    await asyncio.sleep(max(0.0, sent_s + MIN_INTERVAL_S - loop.time()))
+        finally:
+            self._watchers.discard(woken)
