@@ -1,0 +1,174 @@
+"""One address where a worker may be: its channel, its status stream, and what this router has in flight there."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import structlog
+from grpc import aio
+
+from common.rpc import open_channel
+from loraplex.worker.v1 import worker_pb2, worker_pb2_grpc
+from router.backoff import Backoff
+from router.fleet_status import WorkerStatus
+from router.placement import State, WorkerView
+
+log = structlog.get_logger(__name__)
+
+SILENT_AFTER_S: Final = 3.0
+"""Workers speak at least once a second; one this quiet is used only if nothing else is."""
+
+DEAD_AFTER_S: Final = 15.0
+"""A status stream this quiet counts as failed."""
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One request on its way to or at a worker.
+
+    Until the worker's own status counts it, it is added to what the worker reports, so that a burst neither herds
+    onto one worker nor is counted twice.
+    """
+
+    _link: Link
+    prompt_tokens: int
+    artifact_digest: str
+    counted_from: int | None = field(default=None)
+
+    def accepted(self, sequence: int | None) -> None:
+        """Note the status sequence that first counts this request; None where the worker did not say."""
+        self.counted_from = 0 if sequence is None else sequence
+        self._link.settle()
+
+    def end(self) -> None:
+        """Note that the request is over, in whatever way. May be called again."""
+        self._link.land(self)
+
+
+class Link:
+    """Follows one address until it is no longer wanted. `clock` returns monotonic seconds."""
+
+    def __init__(self, address: str, *, clock: Callable[[], float], rng: random.Random) -> None:
+        self.address = address
+        self._clock = clock
+        self._channel = open_channel(address)
+        self.stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(self._channel)
+        self._backoff = Backoff(rng)
+        self.status = WorkerStatus()
+        self.connected = False
+        self.error = "not reached yet"
+        self._heard_s = clock()
+        self._uncounted: set[Flight] = set()
+        self._flights: set[Flight] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def run(self, is_wanted: Callable[[str], bool]) -> None:
+        """Keep a status stream open; return once it has ended and the address is not wanted any more.
+
+        The channel closes after the last request on it.
+        """
+        try:
+            while True:
+                self._lost(await self._follow())
+                if not is_wanted(self.address):
+                    break
+                await self._backoff.sleep()
+            await self._idle.wait()
+        finally:
+            self.connected = False
+            await self._channel.close()
+
+    async def _follow(self) -> str:
+        """Read one status stream to its end. Returns why it ended."""
+        call = self.stub.WatchStatus(worker_pb2.WatchStatusRequest())
+        stream = aiter(call)
+        try:
+            while True:
+                async with asyncio.timeout(DEAD_AFTER_S):
+                    message = await anext(stream, None)
+                if message is None:
+                    return "the worker ended its status stream"
+                self._heard(message)
+        except aio.AioRpcError as error:
+            return f"{error.code().name}: {error.details()}"
+        except TimeoutError:
+            return f"no status for {DEAD_AFTER_S:g} s"
+        finally:
+            call.cancel()
+
+    def _heard(self, message: worker_pb2.WatchStatusResponse) -> None:
+        self._heard_s = self._clock()
+        before = self.status
+        self.status = before.merged(message)
+        if not self.connected:
+            self.connected, self.error = True, ""
+            if self.status.state is not State.DRAINING:  # a draining worker ends each stream it is asked for
+                self._backoff.reset()
+            log.info(
+                "fleet.worker_found",
+                address=self.address,
+                worker_id=self.status.worker_id,
+                state=self.status.state.value,
+                base=self.status.base_digest[:12],
+            )
+        elif self.status.state is not before.state:
+            log.info("fleet.worker_state", worker_id=self.status.worker_id, state=self.status.state.value)
+        self.settle()
+
+    def _lost(self, why: str) -> None:
+        if self.connected or self.error == "not reached yet":
+            log.warning("fleet.worker_lost", address=self.address, worker_id=self.status.worker_id, error=why)
+        self.connected, self.error = False, why
+
+    def begin(self, prompt_tokens: int, artifact_digest: str) -> Flight:
+        """Note that a request goes to this worker."""
+        flight = Flight(self, prompt_tokens, artifact_digest)
+        self._flights.add(flight)
+        self._uncounted.add(flight)
+        self._idle.clear()
+        return flight
+
+    def settle(self) -> None:
+        """Let go of the flights that the worker's status counts by now."""
+        sequence = self.status.sequence
+        self._uncounted = {
+            flight for flight in self._uncounted if flight.counted_from is None or flight.counted_from > sequence
+        }
+
+    def land(self, flight: Flight) -> None:
+        """Forget a flight."""
+        self._flights.discard(flight)
+        self._uncounted.discard(flight)
+        if not self._flights:
+            self._idle.set()
+
+    def view(self) -> WorkerView:
+        """Return what is known of the worker now."""
+        status = self.status
+        age_s = self._clock() - self._heard_s
+        return WorkerView(
+            address=self.address,
+            state=status.state if self.connected else State.UNREACHABLE,
+            worker_id=status.worker_id,
+            epoch=status.epoch,
+            base_digest=status.base_digest,
+            running_requests=status.running_requests,
+            waiting_requests=status.waiting_requests,
+            queued_prefill_tokens=status.queued_prefill_tokens,
+            prefill_tokens_per_second=status.prefill_tokens_per_second,
+            decode_tokens_per_second=status.decode_tokens_per_second,
+            adapters=status.adapters,
+            silent=age_s > SILENT_AFTER_S,
+            own_requests=len(self._uncounted),
+            own_prompt_tokens=sum(flight.prompt_tokens for flight in self._uncounted),
+            own_adapters=frozenset(flight.artifact_digest for flight in self._uncounted if flight.artifact_digest),
+            free_blocks=status.free_blocks,
+            total_blocks=status.total_blocks,
+            status_age_s=age_s,
+            error=self.error,
+        )

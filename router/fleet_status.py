@@ -1,0 +1,69 @@
+"""What one worker last said of itself, as a value, and how a status message changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Final
+
+from loraplex.worker.v1 import worker_pb2
+from router.placement import NO_ADAPTERS, Residency, State, Tier
+
+_STATES: Final[Mapping[int, State]] = {
+    worker_pb2.WORKER_STATE_STARTING: State.STARTING,
+    worker_pb2.WORKER_STATE_SERVING: State.SERVING,
+    worker_pb2.WORKER_STATE_NOT_SERVING: State.NOT_SERVING,
+    worker_pb2.WORKER_STATE_DRAINING: State.DRAINING,
+}
+_PLAIN_FIELDS: Final = (
+    "base_digest",
+    "running_requests",
+    "waiting_requests",
+    "queued_prefill_tokens",
+    "prefill_tokens_per_second",
+    "decode_tokens_per_second",
+    "free_blocks",
+    "total_blocks",
+)
+_TIERS: Final = frozenset(int(tier) for tier in Tier)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """The sum of a status stream's messages; fields as in loraplex.worker.v1.WatchStatusResponse."""
+
+    worker_id: str = ""
+    epoch: str = ""
+    sequence: int = 0
+    state: State = State.STARTING
+    base_digest: str = ""
+    running_requests: int = 0
+    waiting_requests: int = 0
+    queued_prefill_tokens: int = 0
+    prefill_tokens_per_second: float = 0.0
+    decode_tokens_per_second: float = 0.0
+    free_blocks: int = 0
+    total_blocks: int = 0
+    adapters: Mapping[str, Residency] = field(default_factory=lambda: NO_ADAPTERS)
+
+    def merged(self, message: worker_pb2.WatchStatusResponse) -> WorkerStatus:
+        """Return the status after `message`; a full one forgets all that was."""
+        before = WorkerStatus() if message.full else self
+        changes: dict[str, Any] = {
+            "worker_id": message.worker_id or before.worker_id,
+            "epoch": message.epoch or before.epoch,
+            "sequence": message.sequence,
+        }
+        if message.HasField("state"):
+            changes["state"] = _STATES.get(message.state, State.NOT_SERVING)
+        changes |= {name: getattr(message, name) for name in _PLAIN_FIELDS if message.HasField(name)}
+        if message.adapters or message.removed_artifact_digests:
+            adapters = dict(before.adapters)
+            for digest in message.removed_artifact_digests:
+                adapters.pop(digest, None)
+            for adapter in message.adapters:
+                tier = Tier(adapter.tier) if adapter.tier in _TIERS else Tier.SOURCE
+                adapters[adapter.artifact_digest] = Residency(tier, adapter.loading, adapter.in_flight)
+            changes["adapters"] = MappingProxyType(adapters)
+        return replace(before, **changes)

@@ -1,0 +1,243 @@
+"""Opens one WorkerService.Generate for a request and relays its events.
+
+Owns the choice to try another worker, which exists only before the first event, and the translation of a broken
+connection into a typed error. Knows neither names nor fronts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Final
+
+import grpc
+import structlog
+from grpc import aio
+
+from loraplex import errors
+from loraplex.router.v1 import inference_pb2
+from loraplex.worker.v1 import worker_pb2
+from router.catalog import Resolved
+from router.fleet import Fleet
+from router.fleet_link import Flight
+from router.placement import Pick, PlacementRequest, pick
+
+log = structlog.get_logger(__name__)
+
+SEQUENCE_KEY: Final = "x-loraplex-status-sequence"
+REQUEST_ID_KEY: Final = "x-loraplex-request-id"
+_DETAILS_KEY: Final = "grpc-status-details-bin"
+_MAX_ATTEMPTS: Final = 2
+_BYTES_PER_TOKEN: Final = 4  # of English text; an estimate for placement only
+_TOKENS_PER_MESSAGE: Final = 8  # what a chat template puts around a turn
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One generation, resolved. `deadline_s` is on the forwarder's clock."""
+
+    request_id: str
+    tenant: str
+    resolved: Resolved
+    request: inference_pb2.GenerateRequest
+    deadline_s: float
+
+
+def estimated_prompt_tokens(request: inference_pb2.GenerateRequest) -> int:
+    """Return about how many tokens the prompt has; exact where it came as tokens."""
+    match request.WhichOneof("input"):
+        case "tokens":
+            return len(request.tokens.token_ids)
+        case "chat":
+            return sum(len(turn.content) // _BYTES_PER_TOKEN + _TOKENS_PER_MESSAGE for turn in request.chat.messages)
+        case _:
+            return len(request.prompt) // _BYTES_PER_TOKEN + 1
+
+
+def to_worker_request(job: Job) -> worker_pb2.GenerateRequest:
+    """Return what the worker is asked: the client's input and sampling, and the adapter by its digests."""
+    request = worker_pb2.GenerateRequest(
+        request_id=job.request_id, tenant=job.tenant, base_digest=job.resolved.base_digest
+    )
+    match job.request.WhichOneof("input"):
+        case "tokens":
+            request.tokens.CopyFrom(job.request.tokens)
+        case "chat":
+            request.chat.CopyFrom(job.request.chat)
+        case _:
+            request.prompt = job.request.prompt
+    request.sampling.CopyFrom(job.request.sampling)
+    if (version := job.resolved.version) is not None:
+        adapter = request.adapter
+        adapter.version_digest = version.version_digest
+        adapter.artifact_digest = version.artifact_digest
+        adapter.rank = version.rank
+        adapter.format = version.format
+        adapter.artifact_bytes = version.artifact_bytes
+    return request
+
+
+def is_retryable(error: errors.LoraplexError) -> bool:
+    """Tell whether another worker may do better: it is unreachable, draining, broken, or full."""
+    return isinstance(error, errors.Unavailable | errors.QueueFull)
+
+
+class WorkerStream:
+    """The events of one generation from one worker. `close` is due exactly when the caller is done with it."""
+
+    def __init__(
+        self,
+        call: aio.UnaryStreamCall[worker_pb2.GenerateRequest, worker_pb2.GenerateResponse],
+        flight: Flight,
+        worker_id: str,
+    ) -> None:
+        self.worker_id = worker_id
+        self._call = call
+        self._flight = flight
+        self._events: AsyncIterator[worker_pb2.GenerateResponse] = aiter(call)
+        self._first: worker_pb2.GenerateResponse | None = None
+        self._has_started = False
+        self._has_finished = False
+
+    async def start(self) -> None:
+        """Wait for the first event and keep it. Raises a typed error when none comes."""
+        try:
+            metadata = await self._call.initial_metadata()
+            self._flight.accepted(_sequence_of(metadata))
+            self._first = await self._next()
+        finally:
+            self._has_started = self._first is not None
+
+    def __aiter__(self) -> WorkerStream:
+        return self
+
+    async def __anext__(self) -> worker_pb2.GenerateResponse:
+        """Return the next event. Raises WorkerLost when the worker goes away before the last."""
+        if self._first is not None:
+            event, self._first = self._first, None
+        elif self._has_finished:
+            with contextlib.suppress(aio.AioRpcError):
+                await anext(self._events, None)  # the status; the answer is complete whatever it says
+            raise StopAsyncIteration
+        else:
+            event = await self._next()
+        if event.HasField("finished"):
+            self._has_finished = True
+            self._flight.end()
+        return event
+
+    async def _next(self) -> worker_pb2.GenerateResponse:
+        try:
+            return await anext(self._events)
+        except StopAsyncIteration:
+            raise self._lost("the stream ended early") from None
+        except aio.AioRpcError as error:
+            raise self._typed(error) from None
+
+    def _typed(self, error: aio.AioRpcError) -> errors.LoraplexError:
+        typed = errors.from_rpc_error(error)
+        if any(key == _DETAILS_KEY for key, _ in error.trailing_metadata() or ()):
+            return typed  # the worker itself said so
+        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+            return self._lost(error.details() or error.code().name)
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return errors.DeadlineExceeded("the request's deadline passed before the answer was complete")
+        return typed
+
+    def _lost(self, why: str) -> errors.WorkerLost:
+        when = "in mid-stream" if self._has_started else "before it answered"
+        return errors.WorkerLost(f"worker {self.worker_id} was lost {when}: {why}", worker_id=self.worker_id)
+
+    def close(self) -> None:
+        """Cancel what is left of the call, so that the worker frees the request within a step. May be called again."""
+        self._flight.end()
+        self._call.cancel()
+
+
+def _sequence_of(metadata: aio.Metadata) -> int | None:
+    value = metadata.get(SEQUENCE_KEY)
+    return int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else None
+
+
+class Forwarder:
+    """Places requests on the fleet. `on_retry` is told the reason whenever another worker is tried."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        rng: random.Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        on_retry: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._fleet = fleet
+        self._rng = rng or random.Random()  # noqa: S311 - breaks ties, guards nothing
+        self._clock = clock
+        self._on_retry = on_retry
+
+    async def open(self, job: Job) -> WorkerStream:
+        """Return a stream whose first event is there.
+
+        Tries a second worker once where the first is unreachable, draining, broken or full. Raises NoWorker,
+        DeadlineUnreachable, DeadlineExceeded, WorkerLost, and whatever the worker refuses with. The caller closes
+        the stream.
+        """
+        placement = PlacementRequest(
+            base_digest=job.resolved.base_digest,
+            prompt_tokens=estimated_prompt_tokens(job.request),
+            artifact_digest=job.resolved.version.artifact_digest if job.resolved.version else "",
+            artifact_bytes=job.resolved.version.artifact_bytes if job.resolved.version else 0,
+        )
+        request = to_worker_request(job)
+        tried: list[str] = []
+        failure: errors.LoraplexError | None = None
+        while True:
+            remaining_s = job.deadline_s - self._clock()
+            if remaining_s <= 0:
+                raise errors.DeadlineExceeded("the request's deadline passed before a worker could answer")
+            try:
+                choice = pick(placement, self._fleet.views(), self._rng, tried)
+            except errors.NoWorker:
+                if failure is not None:
+                    raise failure from None
+                raise
+            try:
+                return await self._attempt(choice, placement, request, remaining_s)
+            except errors.LoraplexError as error:
+                tried.append(choice.worker.worker_id)
+                if not is_retryable(error) or len(tried) == _MAX_ATTEMPTS:
+                    raise
+                failure = error
+                self._on_retry(error.reason)
+                log.warning(
+                    "forward.retry",
+                    request_id=job.request_id,
+                    worker_id=tried[-1],
+                    reason=error.reason,
+                    error=str(error),
+                )
+
+    async def _attempt(
+        self, choice: Pick, placement: PlacementRequest, request: worker_pb2.GenerateRequest, remaining_s: float
+    ) -> WorkerStream:
+        if choice.expected_s > remaining_s:
+            raise errors.DeadlineUnreachable(
+                f"the first token is expected in {choice.expected_s:.1f} s and the deadline is in {remaining_s:.1f} s",
+                retry_after_s=choice.expected_s - remaining_s,
+                expected_s=round(choice.expected_s, 3),
+            )
+        worker = choice.worker
+        flight = self._fleet.begin(worker.address, placement.prompt_tokens, placement.artifact_digest)
+        call = self._fleet.stub(worker.address).Generate(
+            request, timeout=remaining_s, metadata=((REQUEST_ID_KEY, request.request_id),)
+        )
+        stream = WorkerStream(call, flight, worker.worker_id)
+        try:
+            await stream.start()
+        except BaseException:
+            stream.close()
+            raise
+        return stream

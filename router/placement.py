@@ -1,0 +1,228 @@
+"""Which worker gets a request: a pure function of the request and of what the workers report.
+
+Owns the estimate of a worker's time to first token, in seconds, and the choice among workers that are about equal.
+Knows no I/O and no clock; randomness is an argument. The fleet builds the views, `forward` acts on the pick.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import random
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final
+
+from loraplex.errors import NoWorker
+
+
+class Tier(enum.IntEnum):
+    """Where an adapter is on a worker; numbers as in loraplex.types.v1.AdapterTier. Smaller is faster."""
+
+    DEVICE = 1
+    HOST = 2
+    DISK = 3
+    SOURCE = 4
+
+
+class State(enum.Enum):
+    """Where a worker is in its life, as the router sees it."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    NOT_SERVING = "not-serving"
+    DRAINING = "draining"
+    UNREACHABLE = "unreachable"
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """One adapter on one worker."""
+
+    tier: Tier
+    loading: bool = False
+    in_flight: int = 0
+
+
+NO_ADAPTERS: Final[Mapping[str, Residency]] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """What is known of one worker at one moment.
+
+    `own_*` is what this router has sent there and the worker's status does not count yet. `silent` says that the
+    worker has not spoken for longer than it should. The fields after `own_adapters` are for operators only.
+    """
+
+    address: str
+    state: State
+    worker_id: str = ""
+    epoch: str = ""
+    base_digest: str = ""
+    running_requests: int = 0
+    waiting_requests: int = 0
+    queued_prefill_tokens: int = 0
+    prefill_tokens_per_second: float = 0.0
+    decode_tokens_per_second: float = 0.0
+    adapters: Mapping[str, Residency] = field(default_factory=lambda: NO_ADAPTERS)
+    silent: bool = False
+    own_requests: int = 0
+    own_prompt_tokens: int = 0
+    own_adapters: frozenset[str] = frozenset()
+    free_blocks: int = 0
+    total_blocks: int = 0
+    status_age_s: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementRequest:
+    """What placement knows of a request. `prompt_tokens` is an estimate; without `artifact_digest` it asks the base."""
+
+    base_digest: str
+    prompt_tokens: int
+    artifact_digest: str = ""
+    artifact_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """The chosen worker and its expected time to first token in seconds."""
+
+    worker: WorkerView
+    expected_s: float
+
+
+TIE_S: Final = 0.020
+TIE_RATIO: Final = 0.10
+MIN_TOKENS_PER_SECOND: Final = 1.0
+"""Workers promise a speed above 0; this keeps a broken promise from dividing by zero."""
+
+WAITING_TOKENS: Final = 16
+"""Tokens the running requests generate, all together, until one more waiting request gets its turn; an assumption."""
+
+# (fixed seconds, bytes per second) of bringing an adapter to the device from a tier; orders of magnitude, which is
+# all that a choice between workers needs.
+_LOAD_COST: Final[Mapping[Tier, tuple[float, float]]] = {
+    Tier.HOST: (0.001, 8e9),
+    Tier.DISK: (0.005, 1e9),
+    Tier.SOURCE: (0.050, 1e8),
+}
+_LOADING_SHARE: Final = 0.5  # of a load under way, half is left on average
+
+
+def adapter_cost_s(worker: WorkerView, request: PlacementRequest) -> float:
+    """Return the seconds until the request's adapter is on the worker's device; 0 for the base."""
+    if not request.artifact_digest:
+        return 0.0
+    residency = worker.adapters.get(request.artifact_digest)
+    tier = residency.tier if residency is not None else Tier.SOURCE
+    if tier is Tier.DEVICE:
+        return 0.0
+    fixed_s, bytes_per_s = _LOAD_COST[tier]
+    cost_s = fixed_s + request.artifact_bytes / bytes_per_s
+    under_way = (residency is not None and residency.loading) or request.artifact_digest in worker.own_adapters
+    return cost_s * _LOADING_SHARE if under_way else cost_s
+
+
+def expected_s(worker: WorkerView, request: PlacementRequest) -> float:
+    """Return the expected time to first token in seconds.
+
+    Prompt tokens ahead and the request's own, at the worker's prefill speed; one decode step of what runs (the step
+    in progress ends first); the turn of those who wait; the adapter's way to the device.
+    """
+    prefill = max(worker.prefill_tokens_per_second, MIN_TOKENS_PER_SECOND)
+    decode = max(worker.decode_tokens_per_second, MIN_TOKENS_PER_SECOND)
+    tokens = worker.queued_prefill_tokens + worker.own_prompt_tokens + request.prompt_tokens
+    running = worker.running_requests + worker.own_requests
+    return (
+        tokens / prefill
+        + running / decode
+        + worker.waiting_requests * WAITING_TOKENS / decode
+        + adapter_cost_s(worker, request)
+    )
+
+
+def pick(
+    request: PlacementRequest,
+    workers: Sequence[WorkerView],
+    rng: random.Random,
+    exclude: Collection[str] = (),
+) -> Pick:
+    """Choose the worker with the least expected time to first token.
+
+    Workers within max(20 ms, 10 %) of the best tie. Among those, the ones that hold the adapter on their device (or
+    are loading it) share at random; a cold adapter goes by rendezvous hash of (artifact digest, worker id), so that
+    routers that know nothing of each other agree where it belongs; the base goes at random. Workers that are silent
+    are used only if nothing else is there. `exclude` holds worker ids that were tried already.
+
+    Raises NoWorker with the reason.
+    """
+    usable = [
+        worker
+        for worker in workers
+        if worker.state is State.SERVING
+        and worker.base_digest == request.base_digest
+        and worker.worker_id not in exclude
+    ]
+    if not usable:
+        raise _no_worker(request, workers, exclude)
+    candidates = [worker for worker in usable if not worker.silent] or usable
+    scored = [(expected_s(worker, request), worker) for worker in candidates]
+    best_s = min(score for score, _ in scored)
+    limit_s = best_s + max(TIE_S, TIE_RATIO * best_s)
+    tied = [Pick(worker, score) for score, worker in scored if score <= limit_s]
+    digest = request.artifact_digest
+    if digest:
+        warm = [choice for choice in tied if _is_warm(choice.worker, digest)]
+        if not warm:
+            return max(tied, key=lambda choice: rendezvous_weight(digest, choice.worker.worker_id))
+        tied = warm
+    return rng.choice(tied)
+
+
+def rendezvous_weight(digest: str, worker_id: str) -> int:
+    """Return the weight of a worker for an adapter; the worker with the greatest is where the adapter belongs."""
+    joined = f"{digest}\0{worker_id}".encode()
+    return int.from_bytes(hashlib.blake2b(joined, digest_size=8).digest(), "big")
+
+
+def _is_warm(worker: WorkerView, digest: str) -> bool:
+    residency = worker.adapters.get(digest)
+    return digest in worker.own_adapters or (
+        residency is not None and (residency.tier is Tier.DEVICE or residency.loading)
+    )
+
+
+def _no_worker(request: PlacementRequest, workers: Sequence[WorkerView], exclude: Collection[str]) -> NoWorker:
+    reachable = [worker for worker in workers if worker.state is not State.UNREACHABLE]
+    if not workers:
+        return NoWorker("no worker is known; check the router's --workers", why="none_known", retry_after_s=1.0)
+    if not reachable:
+        return NoWorker(
+            f"none of the {len(workers)} known workers is reachable", why="none_reachable", retry_after_s=1.0
+        )
+    right = [worker for worker in reachable if worker.base_digest == request.base_digest]
+    if not right:
+        if any(not worker.base_digest for worker in reachable):
+            return NoWorker("the workers are starting", why="starting", retry_after_s=2.0)
+        held = ", ".join(sorted({worker.base_digest[:12] for worker in reachable}))
+        return NoWorker(
+            f"no reachable worker has base model {request.base_digest[:12]}; they have {held}",
+            why="no_such_base",
+            base_digest=request.base_digest,
+        )
+    left = [worker for worker in right if worker.worker_id not in exclude]
+    if not left:
+        return NoWorker("no other worker has this base model", why="none_left", retry_after_s=1.0)
+    states = {worker.state for worker in left}
+    if states == {State.DRAINING}:
+        return NoWorker("all workers with this base model are draining", why="draining", retry_after_s=1.0)
+    if states == {State.STARTING}:
+        return NoWorker("the workers with this base model are starting", why="starting", retry_after_s=2.0)
+    described = ", ".join(f"{worker.worker_id} {worker.state.value}" for worker in left)
+    return NoWorker(
+        f"no worker with this base model takes requests now: {described}", why="not_serving", retry_after_s=1.0
+    )

@@ -1,0 +1,135 @@
+"""One router, put together: catalog and fleet tasks, the two fronts, readiness, and the drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Final
+
+import structlog
+
+from common.rpc import Server
+from loraplex.router.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc, models_pb2, models_pb2_grpc
+from router.catalog import Catalog
+from router.catalog_cache import CacheWriter, load_into
+from router.catalog_watch import CatalogWatch
+from router.discovery import parse_workers
+from router.fleet import Fleet
+from router.forward import Forwarder
+from router.http.app import make_app
+from router.http.server import HttpServer, bind
+from router.inference import Inference
+from router.metrics import Metrics
+from router.quota import Limits
+from router.service import FleetService, InferenceService, ModelService
+from router.settings import RouterSettings
+
+log = structlog.get_logger(__name__)
+
+_CUT_S: Final = 2.0
+"""What a cut stream gets to send its last bytes."""
+
+
+class Router:
+    """A router's parts and their life. `run` returns after a drain."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self._settings = settings
+        self._is_stopping = False
+        self.catalog = Catalog(settings.registry)
+        self.fleet = Fleet(parse_workers(settings.workers))
+        self.metrics = Metrics(self.catalog, self.fleet)
+        self.inference = Inference(
+            self.catalog,
+            Forwarder(self.fleet, on_retry=self.metrics.retried),
+            self.metrics,
+            Limits(router=settings.max_requests, tenant=settings.max_tenant_requests),
+            request_timeout_s=settings.request_timeout_s,
+        )
+        inference, models, fleet = (
+            InferenceService(self.inference),
+            ModelService(self.catalog),
+            FleetService(self.fleet, self.catalog),
+        )
+        self._grpc = Server(
+            [
+                lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(inference, server),
+                lambda server: models_pb2_grpc.add_ModelServiceServicer_to_server(models, server),
+                lambda server: fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server),
+            ],
+            [
+                inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
+                models_pb2.DESCRIPTOR.services_by_name["ModelService"],
+                fleet_pb2.DESCRIPTOR.services_by_name["FleetService"],
+            ],
+        )
+        app = make_app(
+            self.inference, self.catalog, self.metrics, self.why_not_ready, max_body_bytes=settings.max_body_bytes
+        )
+        self._http = HttpServer(app, stop_timeout_s=_CUT_S)
+        self.grpc_port = 0
+        self.http_port = 0
+
+    def why_not_ready(self) -> str | None:
+        """Return why requests are not taken now, or None."""
+        return "shutting down" if self._is_stopping else self.catalog.why_not_ready()
+
+    async def run(self, stop: asyncio.Event, on_bound: Callable[[], None] = lambda: None) -> None:
+        """Serve until `stop` is set, then drain. Raises FailedPrecondition where a port cannot be had.
+
+        `on_bound` is called once both ports are known; the router is ready when health and /readyz say so.
+        """
+        settings = self._settings
+        with contextlib.closing(bind(settings.host, settings.http_port)) as listener:
+            self.http_port = listener.getsockname()[1]
+            self.grpc_port = await self._grpc.start(settings.host, settings.port)
+            try:
+                log.info("router.listening", host=settings.host, grpc_port=self.grpc_port, http_port=self.http_port)
+                on_bound()
+                cache = self._cache()
+                async with asyncio.TaskGroup() as tasks:
+                    serving = tasks.create_task(self._http.serve([listener]))
+                    background = [
+                        tasks.create_task(CatalogWatch(self.catalog, settings.registry).run()),
+                        tasks.create_task(self.fleet.run()),
+                        tasks.create_task(self._tell_ready()),
+                    ]
+                    if cache is not None:
+                        background.append(tasks.create_task(cache.run()))
+                    await stop.wait()
+                    await self._drain()
+                    for task in background:
+                        task.cancel()
+                    await serving
+                if cache is not None:
+                    await cache.flush()
+            finally:
+                await self._grpc.stop(0)
+        log.info("router.stopped")
+
+    def _cache(self) -> CacheWriter | None:
+        path = self._settings.catalog_cache
+        if path is None:
+            return None
+        load_into(self.catalog, path)
+        return CacheWriter(self.catalog, path)
+
+    async def _tell_ready(self) -> None:
+        await self.catalog.ready.wait()
+        if not self._is_stopping:
+            await self._grpc.set_serving(serving=True)
+            log.info("router.ready", grpc_port=self.grpc_port, http_port=self.http_port)
+
+    async def _drain(self) -> None:
+        """Fail readiness, go on for a while, refuse new requests, finish running ones, stop both fronts."""
+        settings = self._settings
+        self._is_stopping = True
+        await self._grpc.set_serving(serving=False)
+        log.info("router.draining", delay_s=settings.drain_delay_s, in_flight=self.inference.in_flight)
+        await asyncio.sleep(settings.drain_delay_s)
+        self.inference.refuse_new()
+        if not await self.inference.wait_idle(settings.drain_timeout_s):
+            log.warning("router.cutting_streams", in_flight=self.inference.in_flight)
+        self._http.stop()
+        await self._grpc.stop(_CUT_S)

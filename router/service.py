@@ -1,0 +1,191 @@
+"""The router's gRPC services: InferenceService, ModelService, FleetService."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from google.protobuf.timestamp_pb2 import Timestamp
+from grpc import aio
+
+from loraplex.errors import EmptyPrompt
+from loraplex.router.v1 import (
+    fleet_pb2,
+    fleet_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    models_pb2,
+    models_pb2_grpc,
+)
+from loraplex.types.v1 import generation_pb2
+from router.catalog import MIN_REVISION_KEY, Adapter, Base, Catalog, Version, parse_min_revision
+from router.fleet import Fleet
+from router.forward import REQUEST_ID_KEY, Job
+from router.inference import TENANT, Inference, request_id_from
+from router.pages import page_of
+from router.placement import WorkerView
+
+
+def check_input(request: inference_pb2.GenerateRequest) -> None:
+    """Refuse a request without input. Raises EmptyPrompt; whether it fits the model is for the worker to say."""
+    kind = request.WhichOneof("input")
+    given = {"prompt": request.prompt, "chat": request.chat.messages, "tokens": request.tokens.token_ids}
+    if kind is None or not given[kind]:
+        raise EmptyPrompt("the request has no input; give a prompt, chat messages or tokens", field=kind or "input")
+
+
+class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
+    """The public front of the cluster over gRPC."""
+
+    def __init__(self, inference: Inference) -> None:
+        self._inference = inference
+
+    async def Generate(  # noqa: N802 - the name is the RPC's
+        self, request: inference_pb2.GenerateRequest, context: aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """Relay one generation from a worker."""
+        inference = self._inference
+        metadata = dict(context.invocation_metadata() or ())
+        with inference.observed("grpc") as observation, inference.admitted(TENANT):
+            request_id = request_id_from(_text(metadata, REQUEST_ID_KEY))
+            check_input(request)
+            deadline_s = inference.deadline_s(context.time_remaining())
+            resolved = await inference.resolve(TENANT, request.model, _text(metadata, MIN_REVISION_KEY))
+            stream = await inference.open(Job(request_id, TENANT, resolved, request, deadline_s))
+            try:
+                observation.first_event()
+                await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
+                async for event in stream:
+                    match event.WhichOneof("event"):
+                        case "delta":
+                            yield inference_pb2.GenerateResponse(delta=event.delta)
+                        case "choice_finished":
+                            yield inference_pb2.GenerateResponse(choice_finished=event.choice_finished)
+                        case "finished":
+                            usage = event.finished.usage
+                            observation.usage(usage.prompt_tokens, usage.completion_tokens)
+                            yield inference_pb2.GenerateResponse(finished=event.finished)
+                        case _:
+                            pass
+            finally:
+                stream.close()
+
+
+def _min_revision(context: aio.ServicerContext[Any, Any]) -> int:
+    return parse_min_revision(_text(dict(context.invocation_metadata() or ()), MIN_REVISION_KEY))
+
+
+def _text(metadata: dict[str, str | bytes], key: str) -> str | None:
+    value = metadata.get(key)
+    return value if isinstance(value, str) else None
+
+
+def to_model(item: Base | Adapter) -> models_pb2.Model:
+    """Return what a listing says of a base or of an adapter's current version."""
+    if isinstance(item, Base):
+        return models_pb2.Model(
+            name=item.base_id, base_digest=item.digest, create_time=Timestamp(seconds=item.create_time_s)
+        )
+    return _adapter_model(item.name, item.base_id, item.current)
+
+
+def _adapter_model(name: str, base_id: str, version: Version) -> models_pb2.Model:
+    return models_pb2.Model(
+        name=name,
+        parent=base_id,
+        base_digest=version.base_digest,
+        version_digest=version.version_digest,
+        artifact_digest=version.artifact_digest,
+        rank=version.rank,
+        artifact_bytes=version.artifact_bytes,
+        create_time=Timestamp(seconds=version.create_time_s),
+    )
+
+
+class ModelService(models_pb2_grpc.ModelServiceServicer):
+    """The models a caller may name."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+
+    async def ListModels(  # noqa: N802 - the name is the RPC's
+        self, request: models_pb2.ListModelsRequest, context: aio.ServicerContext[Any, Any]
+    ) -> models_pb2.ListModelsResponse:
+        """List bases, then adapters."""
+        snapshot = await self._catalog.at_least(_min_revision(context))
+        page, token = page_of(
+            snapshot.models(TENANT),
+            lambda item: ("0", item.base_id) if isinstance(item, Base) else ("1", item.name),
+            request.page_size,
+            request.page_token,
+        )
+        return models_pb2.ListModelsResponse(models=[to_model(item) for item in page], next_page_token=token)
+
+    async def GetModel(  # noqa: N802 - the name is the RPC's
+        self, request: models_pb2.GetModelRequest, context: aio.ServicerContext[Any, Any]
+    ) -> models_pb2.GetModelResponse:
+        """Tell what a name means now."""
+        snapshot = await self._catalog.at_least(_min_revision(context))
+        resolved = snapshot.resolve(TENANT, request.name)
+        if resolved.version is None:
+            model = to_model(snapshot.bases[resolved.base_id])
+        else:
+            model = _adapter_model(request.name, resolved.base_id, resolved.version)
+        return models_pb2.GetModelResponse(model=model)
+
+
+class FleetService(fleet_pb2_grpc.FleetServiceServicer):
+    """What this router knows of its workers."""
+
+    def __init__(self, fleet: Fleet, catalog: Catalog) -> None:
+        self._fleet = fleet
+        self._catalog = catalog
+
+    async def ListWorkers(  # noqa: N802 - the name is the RPC's
+        self,
+        request: fleet_pb2.ListWorkersRequest,
+        context: aio.ServicerContext[Any, Any],  # noqa: ARG002 - gRPC passes it
+    ) -> fleet_pb2.ListWorkersResponse:
+        """List the workers by id."""
+        views = sorted(self._fleet.views(), key=_worker_key)
+        page, token = page_of(views, _worker_key, request.page_size, request.page_token)
+        names: dict[str, list[str]] = {}
+        for adapter in self._catalog.snapshot.adapters.values():
+            names.setdefault(adapter.current.artifact_digest, []).append(adapter.name)
+        return fleet_pb2.ListWorkersResponse(workers=[to_worker(view, names) for view in page], next_page_token=token)
+
+
+def _worker_key(view: WorkerView) -> tuple[str, str]:
+    return view.worker_id, view.address
+
+
+def to_worker(view: WorkerView, names: Mapping[str, Sequence[str]]) -> fleet_pb2.Worker:
+    """Return what a listing says of a worker; `names` maps artifact digests to adapter names."""
+    adapters = [
+        fleet_pb2.WorkerAdapter(
+            artifact_digest=digest,
+            names=sorted(names.get(digest, ())),
+            tier=generation_pb2.AdapterTier.ValueType(residency.tier),
+            loading=residency.loading,
+            in_flight=residency.in_flight,
+        )
+        for digest, residency in sorted(view.adapters.items())
+    ]
+    worker = fleet_pb2.Worker(
+        worker_id=view.worker_id,
+        address=view.address,
+        state=view.state.value,
+        epoch=view.epoch,
+        base_digest=view.base_digest,
+        running_requests=view.running_requests,
+        waiting_requests=view.waiting_requests,
+        queued_prefill_tokens=view.queued_prefill_tokens,
+        prefill_tokens_per_second=view.prefill_tokens_per_second,
+        decode_tokens_per_second=view.decode_tokens_per_second,
+        free_blocks=view.free_blocks,
+        total_blocks=view.total_blocks,
+        adapters=adapters,
+        error=view.error,
+    )
+    worker.status_age.FromNanoseconds(int(view.status_age_s * 1e9))
+    return worker

@@ -1,0 +1,43 @@
+"""The catalog's file: what is written is read back, and damage is always noticed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.catalog import Adapter, Base, CatalogSnapshot, Version
+from router.catalog_cache import DamagedCache, decode, encode
+
+hexes = st.text("0123456789abcdef", min_size=4, max_size=4)
+versions = st.builds(Version, hexes, hexes, hexes, st.just("none"), st.integers(0, 256), st.integers(0, 2**40))
+adapters = st.builds(
+    lambda name, all_: Adapter("default", name, "org/base", all_[0], tuple(all_)),
+    st.text(min_size=1, max_size=8),
+    st.lists(versions, min_size=1, max_size=3),
+)
+snapshots = st.builds(
+    lambda entries, revision: CatalogSnapshot().apply(entries, store_id="s", revision=revision),
+    st.lists(st.one_of(adapters, st.builds(Base, hexes, hexes))),
+    st.integers(0, 2**40),
+)
+
+
+@given(snapshots)
+def test_a_catalog_survives_its_file(snapshot: CatalogSnapshot) -> None:
+    assert decode(encode(snapshot)) == snapshot
+
+
+@given(snapshots, st.data())
+def test_any_changed_byte_is_noticed(snapshot: CatalogSnapshot, data: st.DataObject) -> None:
+    content = bytearray(encode(snapshot))
+    at = data.draw(st.integers(0, len(content) - 1))
+    content[at] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(DamagedCache):
+        decode(bytes(content))
+
+
+@given(st.binary(max_size=200))
+def test_any_other_file_is_refused(content: bytes) -> None:
+    with pytest.raises(DamagedCache):
+        decode(content)
