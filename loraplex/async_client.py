@@ -1,0 +1,200 @@
+"""The asynchronous client; `loraplex.client` documents the library and re-exports this class."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import grpc
+from grpc import aio
+
+from loraplex import wire
+from loraplex.calls import CHANNEL_OPTIONS, DEFAULT_REGISTRY, DEFAULT_ROUTER, PAGE_SIZE, Peer, Timeouts
+from loraplex.generation import Event, Message, Sampling
+from loraplex.manifest import BaseManifest
+from loraplex.records import Adapter, AdapterRegistration, BaseModel, BaseRegistration, Model, Worker
+from loraplex.registration import read_adapter_folder, upload_parts
+from loraplex.registry.v1 import adapter_pb2, adapter_pb2_grpc, base_model_pb2, base_model_pb2_grpc
+from loraplex.router.v1 import (
+    fleet_pb2,
+    fleet_pb2_grpc,
+    inference_pb2_grpc,
+    models_pb2,
+    models_pb2_grpc,
+)
+
+
+@contextmanager
+def _calls(peer: Peer) -> Iterator[None]:
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise peer.error(error) from error
+
+
+class AsyncClient:
+    """`Client` for asyncio: the same methods, awaited or iterated with `async for`."""
+
+    def __init__(
+        self, router: str = DEFAULT_ROUTER, registry: str = DEFAULT_REGISTRY, *, timeouts: Timeouts | None = None
+    ) -> None:
+        self.timeouts = timeouts or Timeouts()
+        self.min_revision = 0
+        """The newest registry revision this client has made; sent with every call to the router."""
+        self._router, self._registry = Peer("router", router), Peer("registry", registry)
+        self._router_channel = aio.insecure_channel(router, options=CHANNEL_OPTIONS)
+        self._registry_channel = aio.insecure_channel(registry, options=CHANNEL_OPTIONS)
+        self._inference = inference_pb2_grpc.InferenceServiceStub(self._router_channel)
+        self._models = models_pb2_grpc.ModelServiceStub(self._router_channel)
+        self._fleet = fleet_pb2_grpc.FleetServiceStub(self._router_channel)
+        self._adapters = adapter_pb2_grpc.AdapterServiceStub(self._registry_channel)
+        self._bases = base_model_pb2_grpc.BaseModelServiceStub(self._registry_channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections; calls in flight are cancelled."""
+        await self._router_channel.close()
+        await self._registry_channel.close()
+
+    async def generate(
+        self,
+        model: str,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        token_ids: Sequence[int] | None = None,
+        sampling: Sampling | None = None,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[Event, None]:
+        """Yield the events of a generation as they come; closing the iterator early cancels the request.
+
+        Give one of `prompt` (plain text), `messages` (rendered with the chat template) and `token_ids`.
+        """
+        request = wire.generate_request(model, prompt, messages, token_ids, sampling)
+        with _calls(self._router):
+            call = self._inference.Generate(
+                request,
+                timeout=timeout_s or self.timeouts.generate_s,
+                metadata=wire.metadata(self.min_revision, request_id),
+            )
+            try:
+                async for response in call:
+                    yield wire.event(response)
+            finally:
+                call.cancel()
+
+    async def add_adapter(
+        self, name: str, path: str | Path, *, base_id: str = "", progress: Callable[[int], None] = lambda _: None
+    ) -> AdapterRegistration:
+        """Register a version of an adapter from a PEFT folder; `progress` is told the bytes of each part sent.
+
+        `base_id` may be empty where exactly one base is registered. The folder is read on the event loop's thread.
+        """
+        folder = read_adapter_folder(Path(path))
+        with _calls(self._registry):
+            response = await self._adapters.UploadArtifact(
+                upload_parts(folder, name, base_id, progress), timeout=self.timeouts.upload_s
+            )
+        self._seen(response.revision)
+        return AdapterRegistration(wire.adapter(response.adapter), response.revision, response.changed)
+
+    async def get_adapter(self, name: str) -> Adapter:
+        """Return an adapter with all its versions. Raises AdapterNotFound."""
+        with _calls(self._registry):
+            response = await self._adapters.GetAdapter(
+                adapter_pb2.GetAdapterRequest(name=name), timeout=self.timeouts.call_s
+            )
+        return wire.adapter(response.adapter)
+
+    async def list_adapters(self) -> AsyncIterator[Adapter]:
+        """Yield all adapters by name."""
+        token, more = "", True
+        while more:
+            with _calls(self._registry):
+                page = await self._adapters.ListAdapters(
+                    adapter_pb2.ListAdaptersRequest(page_size=PAGE_SIZE, page_token=token),
+                    timeout=self.timeouts.call_s,
+                )
+            for message in page.adapters:
+                yield wire.adapter(message)
+            token, more = page.next_page_token, bool(page.next_page_token)
+
+    async def remove_adapter(self, name: str) -> int:
+        """Delete an adapter with its versions; return the revision without it. Raises AdapterNotFound."""
+        with _calls(self._registry):
+            response = await self._adapters.DeleteAdapter(
+                adapter_pb2.DeleteAdapterRequest(name=name), timeout=self.timeouts.call_s
+            )
+        self._seen(response.revision)
+        return response.revision
+
+    async def add_base(self, base_id: str, manifest: BaseManifest) -> BaseRegistration:
+        """Register a base model by its manifest (see `loraplex.manifest.read_manifest`)."""
+        request = base_model_pb2.CreateBaseModelRequest(base_id=base_id, manifest=wire.manifest_message(manifest))
+        with _calls(self._registry):
+            response = await self._bases.CreateBaseModel(request, timeout=self.timeouts.call_s)
+        self._seen(response.revision)
+        return BaseRegistration(wire.base_model(response.base_model), response.revision)
+
+    async def list_bases(self) -> AsyncIterator[BaseModel]:
+        """Yield all base models by id."""
+        token, more = "", True
+        while more:
+            with _calls(self._registry):
+                page = await self._bases.ListBaseModels(
+                    base_model_pb2.ListBaseModelsRequest(page_size=PAGE_SIZE, page_token=token),
+                    timeout=self.timeouts.call_s,
+                )
+            for message in page.base_models:
+                yield wire.base_model(message)
+            token, more = page.next_page_token, bool(page.next_page_token)
+
+    async def get_model(self, name: str) -> Model:
+        """Return what the router knows of a model. Raises ModelNotFound."""
+        with _calls(self._router):
+            response = await self._models.GetModel(
+                models_pb2.GetModelRequest(name=name),
+                timeout=self.timeouts.call_s,
+                metadata=wire.metadata(self.min_revision),
+            )
+        return wire.model(response.model)
+
+    async def list_models(self) -> AsyncIterator[Model]:
+        """Yield what the router serves: bases, then adapters by name."""
+        token, more = "", True
+        while more:
+            with _calls(self._router):
+                page = await self._models.ListModels(
+                    models_pb2.ListModelsRequest(page_size=PAGE_SIZE, page_token=token),
+                    timeout=self.timeouts.call_s,
+                    metadata=wire.metadata(self.min_revision),
+                )
+            for message in page.models:
+                yield wire.model(message)
+            token, more = page.next_page_token, bool(page.next_page_token)
+
+    async def list_workers(self) -> AsyncIterator[Worker]:
+        """Yield the workers the router knows, by id."""
+        token, more = "", True
+        while more:
+            with _calls(self._router):
+                page = await self._fleet.ListWorkers(
+                    fleet_pb2.ListWorkersRequest(page_size=PAGE_SIZE, page_token=token), timeout=self.timeouts.call_s
+                )
+            for message in page.workers:
+                yield wire.worker(message)
+            token, more = page.next_page_token, bool(page.next_page_token)
+
+    def _seen(self, revision: int) -> None:
+        self.min_revision = max(self.min_revision, revision)

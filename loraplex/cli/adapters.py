@@ -1,0 +1,172 @@
+"""`loraplex adapter`: add, list, show, rm."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from loraplex.cli import output
+from loraplex.cli.app import new_group
+from loraplex.cli.options import REGISTRY, ROUTER, Json, Registry, Router, Wait
+from loraplex.client import Client
+from loraplex.errors import CatalogBehind, ModelNotFound, Unavailable
+from loraplex.records import AdapterVersion
+from loraplex.registration import read_adapter_folder
+
+app = new_group("Register adapters and look at them.")
+
+WAIT_S: Final = 15.0
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The adapter's name, which clients ask for as their model.")]
+
+
+@app.command()
+def add(
+    name: Name,
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A PEFT folder.", show_default=False)],
+    base_id: Annotated[
+        str, typer.Option("--base-id", metavar="ID", help="Its base model; needed where several are registered.")
+    ] = "",
+    wait: Wait = None,
+    router: Router = ROUTER,
+    registry: Registry = REGISTRY,
+    as_json: Json = False,
+) -> None:
+    """Register an adapter from a PEFT folder, or a new version of a known one.
+
+    PATH holds adapter_config.json and adapter_model.safetensors. Requests in flight finish on the old version, new
+    ones take the new one.
+    """
+    folder = read_adapter_folder(path.expanduser())
+    console = output.stderr()
+    bar = Progress(
+        TextColumn("uploading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
+        console=console, transient=True, disable=as_json or not console.is_terminal,
+    )  # fmt: skip
+    with Client(router, registry) as client:
+        with bar:
+            task = bar.add_task("upload", total=folder.size_bytes)
+            done = client.add_adapter(
+                name, folder.path, base_id=base_id, progress=lambda num_bytes: bar.advance(task, num_bytes)
+            )
+        visible = _wait_for_router(client, name, done.adapter.current.artifact_digest, wait=wait)
+    if as_json:
+        output.print_json({**output.jsonable(done), "router_knows": visible})
+        return
+    what = "registered" if done.changed else "is this version already:"
+    output.stdout().print(f"[bold]{escape(name)}[/] {what} for base {escape(done.adapter.base_id)}")
+    _print_version(done.adapter.current)
+    if visible:
+        output.stdout().print(f'try: loraplex generate {escape(name)} "…"')
+
+
+@app.command("list")
+def list_(registry: Registry = REGISTRY, as_json: Json = False) -> None:
+    """List the registered adapters."""
+    with Client(registry=registry) as client:
+        adapters = list(client.list_adapters())
+    if as_json:
+        output.print_json({"adapters": adapters})
+        return
+    output.print_table(
+        ["name", "base", "#rank", "#modules", "#size", "version", "artifact", "updated"],
+        [
+            (
+                entry.name,
+                entry.base_id,
+                str(entry.current.rank),
+                f"{entry.current.num_modules}/{entry.current.num_base_modules}",
+                output.size(entry.current.artifact_bytes),
+                output.short(entry.current.version_digest),
+                output.short(entry.current.artifact_digest),
+                output.when(entry.update_time),
+            )
+            for entry in adapters
+        ],
+        empty="no adapter is registered; add one with: loraplex adapter add NAME PATH",
+    )
+
+
+@app.command()
+def show(name: Name, registry: Registry = REGISTRY, as_json: Json = False) -> None:
+    """Show an adapter with all its versions."""
+    with Client(registry=registry) as client:
+        adapter = client.get_adapter(name)
+    if as_json:
+        output.print_json(adapter)
+        return
+    output.stdout().print(f"[bold]{escape(adapter.name)}[/] for base {escape(adapter.base_id)}")
+    _print_version(adapter.current)
+    output.stdout().print()
+    output.print_table(
+        ["version", "artifact", "#rank", "#size", "registered", ""],
+        [
+            (
+                output.short(version.version_digest),
+                output.short(version.artifact_digest),
+                str(version.rank),
+                output.size(version.artifact_bytes),
+                output.when(version.create_time),
+                "current" if version.version_digest == adapter.current.version_digest else "",
+            )
+            for version in adapter.versions
+        ],
+        empty="no versions",
+    )
+
+
+@app.command()
+def rm(
+    name: Name, wait: Wait = None, router: Router = ROUTER, registry: Registry = REGISTRY, as_json: Json = False
+) -> None:
+    """Delete an adapter with its versions. Requests in flight finish."""
+    with Client(router, registry) as client:
+        revision = client.remove_adapter(name)
+        forgotten = _wait_for_router(client, name, None, wait=wait)
+    if as_json:
+        output.print_json({"name": name, "revision": revision, "router_knows": forgotten})
+    else:
+        output.stdout().print(f"[bold]{escape(name)}[/] is deleted")
+
+
+def _print_version(version: AdapterVersion) -> None:
+    kinds = ", ".join(version.target_modules)
+    for label, value in (
+        ("version", version.version_digest),
+        ("artifact", version.artifact_digest),
+        ("rank", f"{version.rank}, {version.dtype}, {output.size(version.artifact_bytes)}, format {version.format}"),
+        ("modules", f"{version.num_modules} of {version.num_base_modules} changed ({kinds})"),
+    ):
+        output.stdout().print(f"  {label:<9}{escape(value)}")
+
+
+def _wait_for_router(client: Client, name: str, artifact_digest: str | None, *, wait: bool | None) -> bool:
+    """Wait until the router serves `name` with this artifact (None: not at all); return whether it is known to.
+
+    Each question carries the client's revision, so the router itself waits for its catalog; it is asked again where
+    that took longer than the router waits.
+    """
+    if wait is False:
+        return False
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        try:
+            model = client.get_model(name)
+        except ModelNotFound:
+            return artifact_digest is None  # somebody else deleted it meanwhile
+        except CatalogBehind:
+            if time.monotonic() < deadline:
+                continue
+            if wait:
+                raise
+        except Unavailable as error:
+            if wait or error.metadata.get("service") != "router":
+                raise
+            output.note("note: no router can be reached, so whether it serves this already is not known")
+        else:
+            return model.artifact_digest == artifact_digest
+        return False

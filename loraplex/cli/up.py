@@ -1,0 +1,192 @@
+"""`loraplex up`: a local cluster in the foreground."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from loraplex.cli import output
+from loraplex.cli.base_source import Base, resolve_base
+from loraplex.cli.board import LineBoard, make_board
+from loraplex.cli.bring_up import adapter_folders, bring_up
+from loraplex.cli.cluster import Cluster, ClusterPlan, running
+from loraplex.cli.options import Json
+from loraplex.cli.ports import claim_ports
+from loraplex.cli.signals import StopSignals
+from loraplex.cli.tree import find_tree
+from loraplex.client import AsyncClient
+from loraplex.errors import FailedPrecondition
+from loraplex.records import Model
+
+_DEFAULT_PORTS: Final = ("127.0.0.1:50050", "127.0.0.1:50051")
+
+
+class Dtype(StrEnum):
+    """What a worker computes in."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+def default_state_dir() -> Path:
+    """Return $XDG_STATE_HOME/loraplex or ~/.local/state/loraplex."""
+    configured = os.environ.get("XDG_STATE_HOME", "")
+    return (Path(configured) if configured else Path.home() / ".local" / "state") / "loraplex"
+
+
+def up(
+    base: Annotated[
+        str | None,
+        typer.Option("--base", metavar="DIR|HUB-ID", help="Base model. Default: the demo base, fetched once."),
+    ] = None,
+    base_id: Annotated[
+        str | None, typer.Option("--base-id", metavar="ID", help="Its name. Default: hub id or folder name.")
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="What the workers compute in.")] = Dtype.AUTO,
+    workers: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="How many workers.")] = 1,
+    state: Annotated[
+        Path | None,
+        typer.Option("--state", metavar="DIR", help="State and logs. Default: ~/.local/state/loraplex."),
+    ] = None,
+    demo_adapters: Annotated[
+        bool, typer.Option("--demo-adapters", help="Register the adapters of examples/adapters.")
+    ] = False,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Allow an address that others can reach; nothing is encrypted yet.")
+    ] = False,
+    router_port: Annotated[int, typer.Option(metavar="PORT", help="Router, gRPC; 0 picks a free one.")] = 50050,
+    http_port: Annotated[int, typer.Option(metavar="PORT", help="Router, HTTP.")] = 8080,
+    registry_port: Annotated[int, typer.Option(metavar="PORT", help="Registry.")] = 50051,
+    worker_port: Annotated[int, typer.Option(metavar="PORT", help="First worker; the others follow.")] = 50052,
+    drain_s: Annotated[
+        float, typer.Option("--drain", min=0.0, metavar="SECONDS", help="Time for streams to finish when stopped.")
+    ] = 10.0,
+    ready_timeout_s: Annotated[
+        float, typer.Option("--ready-timeout", min=1.0, metavar="SECONDS", help="Time to load the base.")
+    ] = 600.0,
+    as_json: Json = False,
+) -> None:
+    """Run a local cluster: a registry, workers and a router. Ctrl-C stops it; a second Ctrl-C at once.
+
+    What dies is started again. Settings that have no option here reach the services as LORAPLEX_<SERVICE>_<FIELD>.
+    With --json, every event is one JSON object a line on stdout; the one named "ready" tells the addresses.
+    """
+    tree = find_tree()
+    wanted = [
+        ("the registry", "--registry-port", registry_port),
+        ("the router", "--router-port", router_port),
+        ("the router's HTTP", "--http-port", http_port),
+        *((f"worker-{index}", "--worker-port", worker_port + index if worker_port else 0) for index in range(workers)),
+    ]
+    claim_ports(host, wanted)  # before anything slow
+    state_dir = (state or default_state_dir()).expanduser().absolute()
+    with locked(state_dir):
+        chosen = resolve_base(base, base_id, (lambda _: None) if as_json else output.note)
+        registry_port, router_port, http_port, *worker_ports = claim_ports(host, wanted)
+        plan = ClusterPlan(
+            tree=tree,
+            state_dir=state_dir,
+            base_folder=chosen.folder,
+            dtype=dtype.value,
+            host=host,
+            router_port=router_port,
+            http_port=http_port,
+            registry_port=registry_port,
+            worker_ports=tuple(worker_ports),
+            insecure=insecure,
+            drain_s=drain_s,
+        )
+        adapters = adapter_folders(tree / "examples" / "adapters") if demo_adapters else []
+        if demo_adapters and not adapters:
+            raise FailedPrecondition(f"--demo-adapters: {tree / 'examples' / 'adapters'} holds no adapter folder")
+        board = make_board([spec.name for spec in plan.specs()], as_json=as_json)
+        raise typer.Exit(asyncio.run(_up(plan, chosen, adapters, board, ready_timeout_s)))
+
+
+@contextmanager
+def locked(state_dir: Path) -> Iterator[None]:
+    """Hold a state folder for this process alone. Raises FailedPrecondition, naming who holds it."""
+    try:
+        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = (state_dir / "up.lock").open("a+")
+    except OSError as error:
+        raise FailedPrecondition(
+            f"the state folder {state_dir} cannot be used ({error.strerror}); choose another with --state"
+        ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            holder = lock.read().strip() or "unknown"
+            raise FailedPrecondition(
+                f"the state folder {state_dir} is in use by another `loraplex up` (process {holder}); "
+                "stop that one, or choose another folder with --state"
+            ) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
+
+
+async def _up(plan: ClusterPlan, base: Base, adapters: list[Path], board: LineBoard, ready_timeout_s: float) -> int:
+    signals = StopSignals()
+    with board:
+        board.say(f"base model {base.base_id} from {base.folder}")
+        board.say(f"logs in {plan.log_dir}")
+        async with running(plan, board.update) as cluster:
+            signals.on_second = cluster.kill
+            await signals.unless_asked(_serve(plan, cluster, base, adapters, board, ready_timeout_s))
+            board.say(f"stopping; streams have {plan.drain_s:g} s to finish, a second Ctrl-C ends them at once")
+        board.event("stopped", {})
+    return signals.exit_code
+
+
+async def _serve(
+    plan: ClusterPlan, cluster: Cluster, base: Base, adapters: list[Path], board: LineBoard, ready_timeout_s: float
+) -> None:
+    async with AsyncClient(plan.router, plan.registry) as client:
+        _, models = await bring_up(plan, cluster, client, base, adapters, board.say, timeout_s=ready_timeout_s)
+    board.settle()
+    board.event(
+        "ready",
+        {
+            "router": plan.router,
+            "http": plan.http,
+            "registry": plan.registry,
+            "workers": plan.workers,
+            "state_dir": str(plan.state_dir),
+            "base_id": base.base_id,
+            "models": [model.name for model in models],
+        },
+    )
+    _greet(plan, base, models, board)
+    await asyncio.Event().wait()  # until our owner cancels us
+
+
+def _greet(plan: ClusterPlan, base: Base, models: list[Model], board: LineBoard) -> None:
+    adapters = [model.name for model in models if model.parent]
+    lines = [
+        "",
+        "Loraplex is ready.",
+        f"  gRPC      {plan.router}",
+        f"  HTTP      {plan.http}/v1 (OpenAI-compatible)",
+        f"  registry  {plan.registry}",
+        f"  models    {', '.join([base.base_id, *adapters])}",
+    ]
+    if (plan.router, plan.registry) != _DEFAULT_PORTS:
+        lines += ["", f"  export LORAPLEX_ROUTER={plan.router} LORAPLEX_REGISTRY={plan.registry}"]
+    lines += ["", f'  loraplex generate {adapters[0] if adapters else base.base_id} "Hello"']
+    if not adapters:
+        lines += ["  loraplex adapter add NAME PEFT-FOLDER"]
+    board.say("\n".join([*lines, "", "Ctrl-C stops it."]))

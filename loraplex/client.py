@@ -1,0 +1,234 @@
+"""The client library: typed calls to a Loraplex cluster.
+
+    from loraplex.client import Client, Sampling, TextDelta
+
+    with Client() as client:                                        # router 127.0.0.1:50050, registry 127.0.0.1:50051
+        client.add_adapter("text-to-sql", "adapters/text-to-sql")   # uploads a PEFT folder
+        for event in client.generate("text-to-sql", "How many users signed up?", sampling=Sampling(max_tokens=64)):
+            if isinstance(event, TextDelta):
+                print(event.text, end="", flush=True)
+
+`AsyncClient` has the same methods with `async`. Every call has a deadline (see `Timeouts`) and raises a class of
+`loraplex.errors`. A client reads its own writes: after a change it asks the router for at least that revision of the
+catalog. One client may be used by many threads (`Client`) or tasks (`AsyncClient`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from loraplex import wire
+from loraplex.async_client import AsyncClient
+from loraplex.calls import CHANNEL_OPTIONS, DEFAULT_REGISTRY, DEFAULT_ROUTER, PAGE_SIZE, Peer, Timeouts
+from loraplex.generation import (
+    Choice,
+    ChoiceFinished,
+    Completion,
+    Event,
+    Finished,
+    Gatherer,
+    Message,
+    Sampling,
+    TextDelta,
+    gather,
+)
+from loraplex.manifest import BaseManifest
+from loraplex.records import Adapter, AdapterRegistration, BaseModel, BaseRegistration, Model, Worker
+from loraplex.registration import read_adapter_folder, upload_parts
+from loraplex.registry.v1 import adapter_pb2, adapter_pb2_grpc, base_model_pb2, base_model_pb2_grpc
+from loraplex.router.v1 import (
+    fleet_pb2,
+    fleet_pb2_grpc,
+    inference_pb2_grpc,
+    models_pb2,
+    models_pb2_grpc,
+)
+
+__all__ = [
+    "AsyncClient",
+    "Choice",
+    "ChoiceFinished",
+    "Client",
+    "Completion",
+    "Event",
+    "Finished",
+    "Gatherer",
+    "Message",
+    "Sampling",
+    "TextDelta",
+    "Timeouts",
+    "gather",
+]
+
+
+@contextmanager
+def _calls(peer: Peer) -> Iterator[None]:
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise peer.error(error) from error
+
+
+class Client:
+    """A synchronous client. Connects on first use; close it or use it as a context manager."""
+
+    def __init__(
+        self, router: str = DEFAULT_ROUTER, registry: str = DEFAULT_REGISTRY, *, timeouts: Timeouts | None = None
+    ) -> None:
+        self.timeouts = timeouts or Timeouts()
+        self.min_revision = 0
+        """The newest registry revision this client has made; sent with every call to the router."""
+        self._router, self._registry = Peer("router", router), Peer("registry", registry)
+        self._router_channel = grpc.insecure_channel(router, options=CHANNEL_OPTIONS)
+        self._registry_channel = grpc.insecure_channel(registry, options=CHANNEL_OPTIONS)
+        self._inference = inference_pb2_grpc.InferenceServiceStub(self._router_channel)
+        self._models = models_pb2_grpc.ModelServiceStub(self._router_channel)
+        self._fleet = fleet_pb2_grpc.FleetServiceStub(self._router_channel)
+        self._adapters = adapter_pb2_grpc.AdapterServiceStub(self._registry_channel)
+        self._bases = base_model_pb2_grpc.BaseModelServiceStub(self._registry_channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections; calls in flight are cancelled."""
+        self._router_channel.close()
+        self._registry_channel.close()
+
+    def generate(
+        self,
+        model: str,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        token_ids: Sequence[int] | None = None,
+        sampling: Sampling | None = None,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Generator[Event, None, None]:
+        """Yield the events of a generation as they come; leaving the iterator early cancels the request.
+
+        Give one of `prompt` (plain text), `messages` (rendered with the chat template) and `token_ids`.
+        """
+        request = wire.generate_request(model, prompt, messages, token_ids, sampling)
+        with _calls(self._router):
+            call = self._inference.Generate(
+                request,
+                timeout=timeout_s or self.timeouts.generate_s,
+                metadata=wire.metadata(self.min_revision, request_id),
+            )
+            try:
+                for response in call:
+                    yield wire.event(response)
+            finally:
+                call.cancel()
+
+    def add_adapter(
+        self, name: str, path: str | Path, *, base_id: str = "", progress: Callable[[int], None] = lambda _: None
+    ) -> AdapterRegistration:
+        """Register a version of an adapter from a PEFT folder; `progress` is told the bytes of each part sent.
+
+        `base_id` may be empty where exactly one base is registered.
+        """
+        folder = read_adapter_folder(Path(path))
+        with _calls(self._registry):
+            response = self._adapters.UploadArtifact(
+                upload_parts(folder, name, base_id, progress), timeout=self.timeouts.upload_s
+            )
+        self._seen(response.revision)
+        return AdapterRegistration(wire.adapter(response.adapter), response.revision, response.changed)
+
+    def get_adapter(self, name: str) -> Adapter:
+        """Return an adapter with all its versions. Raises AdapterNotFound."""
+        with _calls(self._registry):
+            response = self._adapters.GetAdapter(adapter_pb2.GetAdapterRequest(name=name), timeout=self.timeouts.call_s)
+        return wire.adapter(response.adapter)
+
+    def list_adapters(self) -> Iterator[Adapter]:
+        """Yield all adapters by name."""
+        token, more = "", True
+        while more:
+            with _calls(self._registry):
+                page = self._adapters.ListAdapters(
+                    adapter_pb2.ListAdaptersRequest(page_size=PAGE_SIZE, page_token=token),
+                    timeout=self.timeouts.call_s,
+                )
+            yield from map(wire.adapter, page.adapters)
+            token, more = page.next_page_token, bool(page.next_page_token)
+
+    def remove_adapter(self, name: str) -> int:
+        """Delete an adapter with its versions; return the revision without it. Raises AdapterNotFound."""
+        with _calls(self._registry):
+            response = self._adapters.DeleteAdapter(
+                adapter_pb2.DeleteAdapterRequest(name=name), timeout=self.timeouts.call_s
+            )
+        self._seen(response.revision)
+        return response.revision
+
+    def add_base(self, base_id: str, manifest: BaseManifest) -> BaseRegistration:
+        """Register a base model by its manifest (see `loraplex.manifest.read_manifest`)."""
+        request = base_model_pb2.CreateBaseModelRequest(base_id=base_id, manifest=wire.manifest_message(manifest))
+        with _calls(self._registry):
+            response = self._bases.CreateBaseModel(request, timeout=self.timeouts.call_s)
+        self._seen(response.revision)
+        return BaseRegistration(wire.base_model(response.base_model), response.revision)
+
+    def list_bases(self) -> Iterator[BaseModel]:
+        """Yield all base models by id."""
+        token, more = "", True
+        while more:
+            with _calls(self._registry):
+                page = self._bases.ListBaseModels(
+                    base_model_pb2.ListBaseModelsRequest(page_size=PAGE_SIZE, page_token=token),
+                    timeout=self.timeouts.call_s,
+                )
+            yield from map(wire.base_model, page.base_models)
+            token, more = page.next_page_token, bool(page.next_page_token)
+
+    def get_model(self, name: str) -> Model:
+        """Return what the router knows of a model. Raises ModelNotFound."""
+        with _calls(self._router):
+            response = self._models.GetModel(
+                models_pb2.GetModelRequest(name=name),
+                timeout=self.timeouts.call_s,
+                metadata=wire.metadata(self.min_revision),
+            )
+        return wire.model(response.model)
+
+    def list_models(self) -> Iterator[Model]:
+        """Yield what the router serves: bases, then adapters by name."""
+        token, more = "", True
+        while more:
+            with _calls(self._router):
+                page = self._models.ListModels(
+                    models_pb2.ListModelsRequest(page_size=PAGE_SIZE, page_token=token),
+                    timeout=self.timeouts.call_s,
+                    metadata=wire.metadata(self.min_revision),
+                )
+            yield from map(wire.model, page.models)
+            token, more = page.next_page_token, bool(page.next_page_token)
+
+    def list_workers(self) -> Iterator[Worker]:
+        """Yield the workers the router knows, by id."""
+        token, more = "", True
+        while more:
+            with _calls(self._router):
+                page = self._fleet.ListWorkers(
+                    fleet_pb2.ListWorkersRequest(page_size=PAGE_SIZE, page_token=token), timeout=self.timeouts.call_s
+                )
+            yield from map(wire.worker, page.workers)
+            token, more = page.next_page_token, bool(page.next_page_token)
+
+    def _seen(self, revision: int) -> None:
+        self.min_revision = max(self.min_revision, revision)

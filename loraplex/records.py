@@ -1,0 +1,114 @@
+"""What the registry and the router tell of models, adapters and workers, as plain frozen values.
+
+The client library returns these; nothing here knows protobuf or gRPC. Digests are lower-case hex SHA-256, times are
+aware UTC datetimes, sizes are bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterVersion:
+    """An immutable version of an adapter and the artifact packed from it."""
+
+    version_digest: str
+    artifact_digest: str
+    base_digest: str
+    format: str
+    rank: int
+    artifact_bytes: int
+    target_modules: tuple[str, ...]
+    num_modules: int
+    num_base_modules: int
+    dtype: str
+    create_time: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A named adapter. `versions` is newest first and empty in lists."""
+
+    tenant: str
+    name: str
+    base_id: str
+    current: AdapterVersion
+    versions: tuple[AdapterVersion, ...]
+    create_time: datetime
+    update_time: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """A registered base model."""
+
+    base_id: str
+    digest: str
+    architecture: str
+    num_parameters: int
+    create_time: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Something a request may name: a base (`parent` is empty, rank 0) or an adapter."""
+
+    name: str
+    parent: str
+    base_digest: str
+    version_digest: str
+    artifact_digest: str
+    rank: int
+    artifact_bytes: int
+    create_time: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAdapter:
+    """An adapter on a worker. `tier` is device, host, disk or source; `names` are those whose current version it is."""
+
+    artifact_digest: str
+    names: tuple[str, ...]
+    tier: str
+    loading: bool
+    in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker as the router sees it. `state` is starting, serving, not-serving, draining or unreachable."""
+
+    worker_id: str
+    address: str
+    state: str
+    epoch: str
+    base_digest: str
+    running_requests: int
+    waiting_requests: int
+    queued_prefill_tokens: int
+    prefill_tokens_per_second: float
+    decode_tokens_per_second: float
+    free_blocks: int
+    total_blocks: int
+    adapters: tuple[WorkerAdapter, ...]
+    status_age_s: float
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRegistration:
+    """The outcome of registering an adapter. `changed` is False where the content was the current version already."""
+
+    adapter: Adapter
+    revision: int
+    changed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BaseRegistration:
+    """The outcome of registering a base model."""
+
+    base_model: BaseModel
+    revision: int

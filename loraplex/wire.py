@@ -1,0 +1,222 @@
+"""Between the client library's values and the protobuf messages: pure conversions, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Final
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from loraplex.errors import InvalidRequest
+from loraplex.generation import (
+    ChoiceFinished,
+    Event,
+    Finished,
+    Message,
+    PositionLogprobs,
+    Sampling,
+    ServingFacts,
+    TextDelta,
+    TokenLogprob,
+    Usage,
+)
+from loraplex.manifest import BaseManifest
+from loraplex.records import Adapter, AdapterVersion, BaseModel, Model, Worker, WorkerAdapter
+from loraplex.registry.v1 import adapter_pb2, base_model_pb2
+from loraplex.router.v1 import fleet_pb2, inference_pb2, models_pb2
+from loraplex.types.v1 import generation_pb2, sampling_pb2
+
+MIN_REVISION_KEY: Final = "x-loraplex-min-revision"
+REQUEST_ID_KEY: Final = "x-loraplex-request-id"
+
+_TIERS: Final = {
+    generation_pb2.ADAPTER_TIER_UNSPECIFIED: "",
+    generation_pb2.ADAPTER_TIER_DEVICE: "device",
+    generation_pb2.ADAPTER_TIER_HOST: "host",
+    generation_pb2.ADAPTER_TIER_DISK: "disk",
+    generation_pb2.ADAPTER_TIER_SOURCE: "source",
+}
+_REASONS: Final = {generation_pb2.FINISH_REASON_STOP: "stop", generation_pb2.FINISH_REASON_LENGTH: "length"}
+
+
+def metadata(min_revision: int, request_id: str | None = None) -> tuple[tuple[str, str], ...]:
+    """Return a call's metadata: the revision the caller has seen (0: none) and its request id."""
+    pairs = []
+    if min_revision:
+        pairs.append((MIN_REVISION_KEY, str(min_revision)))
+    if request_id:
+        pairs.append((REQUEST_ID_KEY, request_id))
+    return tuple(pairs)
+
+
+def sampling_params(sampling: Sampling) -> sampling_pb2.SamplingParams:
+    """Return the message; what is None stays unset. Raises InvalidRequest where a value does not fit its type."""
+    values = {name: getattr(sampling, name) for name in Sampling.__dataclass_fields__}
+    try:
+        return sampling_pb2.SamplingParams(**{name: value for name, value in values.items() if value is not None})
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(f"sampling: {error}", field="sampling") from error
+
+
+def generate_request(
+    model: str,
+    prompt: str | None,
+    messages: Sequence[Message] | None,
+    token_ids: Sequence[int] | None,
+    sampling: Sampling | None,
+) -> inference_pb2.GenerateRequest:
+    """Return the message. Raises InvalidRequest unless exactly one kind of input is given."""
+    if sum(given is not None for given in (prompt, messages, token_ids)) != 1:
+        raise InvalidRequest("give exactly one of prompt, messages and token_ids", field="input")
+    params = sampling_params(sampling or Sampling())
+    try:
+        request = inference_pb2.GenerateRequest(model=model, sampling=params)
+        if prompt is not None:
+            request.prompt = prompt
+        elif messages is not None:
+            request.chat.SetInParent()
+            for message in messages:
+                request.chat.messages.add(role=message.role, content=message.content)
+        else:
+            request.tokens.SetInParent()
+            request.tokens.token_ids.extend(token_ids or ())
+    except (ValueError, TypeError) as error:  # a lone surrogate, a negative token
+        raise InvalidRequest(f"model or input cannot be sent: {error}", field="input") from error
+    return request
+
+
+def event(response: inference_pb2.GenerateResponse) -> Event:
+    """Return a stream's event."""
+    kind = response.WhichOneof("event")
+    if kind == "delta":
+        delta = response.delta
+        return TextDelta(
+            delta.index, delta.text, tuple(delta.token_ids), tuple(_position(entry) for entry in delta.logprobs)
+        )
+    if kind == "choice_finished":
+        end = response.choice_finished
+        stop = end.stop_string if end.HasField("stop_string") else None
+        return ChoiceFinished(end.index, _REASONS.get(end.reason, "unknown"), stop)
+    usage, facts = response.finished.usage, response.finished.facts
+    return Finished(
+        Usage(usage.prompt_tokens, usage.completion_tokens),
+        ServingFacts(
+            base_digest=facts.base_digest,
+            version_digest=facts.version_digest,
+            artifact_digest=facts.artifact_digest,
+            tier_hit=_TIERS.get(facts.tier_hit, ""),
+            queue_s=facts.queue_time.ToNanoseconds() / 1e9,
+            adapter_load_s=facts.adapter_load_time.ToNanoseconds() / 1e9,
+            prefill_s=facts.prefill_time.ToNanoseconds() / 1e9,
+            decode_s=facts.decode_time.ToNanoseconds() / 1e9,
+            worker_id=facts.worker_id,
+        ),
+    )
+
+
+def _position(entry: generation_pb2.PositionLogprobs) -> PositionLogprobs:
+    return PositionLogprobs(_logprob(entry.chosen), tuple(_logprob(token) for token in entry.top))
+
+
+def _logprob(token: generation_pb2.TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(token.token_id, token.token, token.logprob)
+
+
+def _time(stamp: Timestamp) -> datetime:
+    return stamp.ToDatetime(tzinfo=UTC)
+
+
+def adapter_version(message: adapter_pb2.AdapterVersion) -> AdapterVersion:
+    """Return the value of the message."""
+    return AdapterVersion(
+        version_digest=message.version_digest,
+        artifact_digest=message.artifact_digest,
+        base_digest=message.base_digest,
+        format=message.format,
+        rank=message.rank,
+        artifact_bytes=message.artifact_bytes,
+        target_modules=tuple(message.target_modules),
+        num_modules=message.num_modules,
+        num_base_modules=message.num_base_modules,
+        dtype=message.dtype,
+        create_time=_time(message.create_time),
+    )
+
+
+def adapter(message: adapter_pb2.Adapter) -> Adapter:
+    """Return the value of the message."""
+    return Adapter(
+        tenant=message.tenant,
+        name=message.name,
+        base_id=message.base_id,
+        current=adapter_version(message.current),
+        versions=tuple(adapter_version(version) for version in message.versions),
+        create_time=_time(message.create_time),
+        update_time=_time(message.update_time),
+    )
+
+
+def base_model(message: base_model_pb2.BaseModel) -> BaseModel:
+    """Return the value of the message."""
+    return BaseModel(
+        message.base_id, message.digest, message.architecture, message.num_parameters, _time(message.create_time)
+    )
+
+
+def manifest_message(manifest: BaseManifest) -> base_model_pb2.BaseModelManifest:
+    """Return the message of a manifest, with its digest."""
+    return base_model_pb2.BaseModelManifest(
+        digest=manifest.digest(),
+        config_json=manifest.config_json,
+        tokenizer_sha256=manifest.tokenizer_sha256,
+        chat_template_sha256=manifest.chat_template_sha256,
+        tensors=[
+            base_model_pb2.TensorInfo(name=tensor.name, shape=tensor.shape, dtype=tensor.dtype, sha256=tensor.sha256)
+            for tensor in manifest.tensors
+        ],
+    )
+
+
+def model(message: models_pb2.Model) -> Model:
+    """Return the value of the message."""
+    return Model(
+        name=message.name,
+        parent=message.parent,
+        base_digest=message.base_digest,
+        version_digest=message.version_digest,
+        artifact_digest=message.artifact_digest,
+        rank=message.rank,
+        artifact_bytes=message.artifact_bytes,
+        create_time=_time(message.create_time),
+    )
+
+
+def worker(message: fleet_pb2.Worker) -> Worker:
+    """Return the value of the message."""
+    return Worker(
+        worker_id=message.worker_id,
+        address=message.address,
+        state=message.state,
+        epoch=message.epoch,
+        base_digest=message.base_digest,
+        running_requests=message.running_requests,
+        waiting_requests=message.waiting_requests,
+        queued_prefill_tokens=message.queued_prefill_tokens,
+        prefill_tokens_per_second=message.prefill_tokens_per_second,
+        decode_tokens_per_second=message.decode_tokens_per_second,
+        free_blocks=message.free_blocks,
+        total_blocks=message.total_blocks,
+        adapters=tuple(
+            WorkerAdapter(
+                entry.artifact_digest,
+                tuple(entry.names),
+                _TIERS.get(entry.tier, ""),
+                entry.loading,
+                entry.in_flight,
+            )
+            for entry in message.adapters
+        ),
+        status_age_s=message.status_age.ToNanoseconds() / 1e9,
+        error=message.error,
+    )

@@ -1,0 +1,87 @@
+"""`loraplex chat` on a real pseudo-terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+
+import pytest
+
+from loraplex.registry.v1 import base_model_pb2
+
+# The first terminal that the leader of a new session opens controls it, so Ctrl-C there becomes SIGINT here.
+CONTROL = "import os, sys; os.open(os.ttyname(0), os.O_RDWR); os.execv(sys.argv[1], sys.argv[1:])"
+
+
+class Terminal:
+    """A command on a terminal of its own."""
+
+    def __init__(self, *arguments: str, env: dict[str, str]) -> None:
+        self._ours, theirs = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CONTROL, sys.executable, "-m", "loraplex.cli", *arguments],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            env={**os.environ, "TERM": "xterm", **env},
+        )
+        os.close(theirs)
+        self.seen = ""
+
+    def type(self, keys: str) -> None:
+        os.write(self._ours, keys.encode())
+
+    def until(self, text: str, timeout_s: float = 20.0) -> None:
+        """Read until `text` comes; what comes before is forgotten by the next call."""
+        deadline, got = time.monotonic() + timeout_s, ""
+        while text not in got:
+            left = deadline - time.monotonic()
+            assert left > 0, got
+            if select.select([self._ours], [], [], left)[0]:
+                got += os.read(self._ours, 4096).decode("utf-8", "replace")
+        self.seen += got
+
+    def close(self) -> int:
+        try:
+            return self.process.wait(20)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            os.close(self._ours)
+
+
+@pytest.fixture
+def terminal(fake_cluster):
+    fake_cluster.bases["endless"] = base_model_pb2.BaseModel(base_id="endless")
+    return Terminal("chat", "endless", env={"LORAPLEX_ROUTER": fake_cluster.address})
+
+
+def test_ctrl_c_ends_the_answer_but_not_the_conversation_and_ctrl_d_leaves(terminal, fake_cluster):
+    terminal.until("you> ")
+    terminal.type("first\r")
+    terminal.until("xxx")
+    terminal.type("\x03")
+    terminal.until("(interrupted)")
+    terminal.until("you> ")
+    assert fake_cluster.cancelled.wait(5)
+    terminal.type("second\r")
+    terminal.until("xxx")
+    terminal.type("\x03")
+    terminal.until("you> ")
+    terminal.type("\x04")
+    assert terminal.close() == 0
+    said = [message.role for message in fake_cluster.requests[1].chat.messages]
+    assert said == ["user", "assistant", "user"]
+    assert set(fake_cluster.requests[1].chat.messages[1].content) == {"x"}
+
+
+def test_ctrl_c_at_the_prompt_leaves_with_130(terminal):
+    terminal.until("you> ")
+    terminal.type("\x03")
+    assert terminal.close() == 130
+    assert "Traceback" not in terminal.seen

@@ -1,0 +1,277 @@
+"""The commands, run in this process against a fake cluster behind a real gRPC server."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from loraplex.cli.__main__ import main
+
+
+@dataclass
+class Ran:
+    code: int
+    out: str
+    err: str
+
+    def json(self):
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def run(fake_cluster, monkeypatch, capsys) -> Callable[..., Ran]:
+    """Run `loraplex ARGUMENT...` against the fake cluster, with `stdin` piped in."""
+    monkeypatch.setenv("LORAPLEX_ROUTER", fake_cluster.address)
+    monkeypatch.setenv("LORAPLEX_REGISTRY", fake_cluster.address)
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+
+    def run(*arguments: object, stdin: str = "") -> Ran:
+        monkeypatch.setattr(sys, "argv", ["loraplex", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        captured = capsys.readouterr()
+        return Ran(int(exit_.value.code or 0), captured.out, captured.err)
+
+    return run
+
+
+def test_generate_streams_the_answer_and_nothing_else(run, fake_cluster):
+    ran = run("generate", "sql", "how many users")
+    assert (ran.code, ran.out, ran.err) == (0, "how many users \n", "")
+    request = fake_cluster.requests[-1]
+    assert [(m.role, m.content) for m in request.chat.messages] == [("user", "how many users")]
+    assert request.sampling.HasField("temperature")
+    assert request.sampling.temperature == 0
+
+
+def test_generate_reads_stdin(run, fake_cluster):
+    assert run("generate", "sql", "-", stdin="from a pipe\n").out == "from a pipe \n"
+    assert run("generate", "sql", "--raw", stdin="two\nlines\n").out == "two\nlines \n"
+    assert fake_cluster.requests[-1].prompt == "two\nlines"
+
+
+def test_every_sampling_option_reaches_the_router(run, fake_cluster):
+    options = {
+        "--temperature": 0.5, "--top-p": 0.25, "--top-k": 7, "--min-p": 0.125, "--seed": -3, "--max-tokens": 9,
+        "--min-tokens": 2, "--repetition-penalty": 1.5, "--presence-penalty": -0.5, "--frequency-penalty": 0.75,
+        "--n": 2, "--logprobs": 0,
+    }  # fmt: skip
+    flat = [str(part) for pair in options.items() for part in pair]
+    flat += ["--stop", "a", "--stop", "b", "--logit-bias", "5=-1.5", "--logit-bias", "6=2", "--ignore-eos"]
+    assert run("generate", "m", "hi", "--system", "be brief", *flat).code == 0
+    request = fake_cluster.requests[-1]
+    for name, value in options.items():
+        field = name.removeprefix("--").replace("-", "_")
+        assert request.sampling.HasField(field)
+        assert getattr(request.sampling, field) == value
+    assert list(request.sampling.stop) == ["a", "b"]
+    assert dict(request.sampling.logit_bias) == {5: -1.5, 6: 2.0}
+    assert request.sampling.ignore_eos
+    assert [(m.role, m.content) for m in request.chat.messages] == [("system", "be brief"), ("user", "hi")]
+
+
+def test_several_answers_are_told_apart(run):
+    assert run("generate", "m", "hi", "--n", "2").out == "[0] hi \n[1] hi \n"
+
+
+def test_generate_in_json_is_one_object(run):
+    answer = run("generate", "m", "hi there", "--json").json()
+    assert answer["choices"][0] == {
+        "index": 0,
+        "text": "hi there ",
+        "token_ids": [2, 5],
+        "finish_reason": "stop",
+        "stop_string": None,
+        "logprobs": [],
+    }
+    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 4}
+    assert answer["facts"]["tier_hit"] == "disk"
+    assert answer["time_to_first_token_s"] > 0
+
+
+def test_stats_go_to_stderr(run):
+    ran = run("generate", "m", "hi there", "--stats")
+    assert ran.out == "hi there \n"
+    assert "adapter aaaaaaaaaaaa (version ffffffffffff, from disk) · 3 + 4 tokens" in ran.err
+    assert "load 250.0 ms" in ran.err
+
+
+def test_an_unknown_model_is_one_line_and_exit_1(run):
+    ran = run("generate", "unknown", "hi")
+    assert (ran.code, ran.out) == (1, "")
+    assert ran.err == "error: there is no model unknown; `loraplex models` lists them\n"
+    ran = run("generate", "unknown", "hi", "--json")
+    assert ran.code == 1
+    assert json.loads(ran.err)["error"]["reason"] == "MODEL_NOT_FOUND"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["generate"], "MODEL"),
+        (["generate", "m", "hi", "--logit-bias", "x"], "TOKEN_ID=BIAS"),
+        (["generate", "m", "hi", "--max-tokens", "many"], "--max-tokens"),
+        (["generate", "m", "hi", "--raw", "--system", "s"], "--system"),
+        (["models", "--router", "nowhere"], "HOST:PORT"),
+        (["models", "--router", "x:99999"], "HOST:PORT"),
+        (["nonsense"], "nonsense"),
+        (["adapter", "add", "name"], "PATH"),
+        (["up", "--dtype", "int3"], "float32"),
+        (["up", "--workers", "0"], "--workers"),
+    ],
+)
+def test_wrong_usage_exits_2_and_says_what(run, arguments, says):
+    ran = run(*arguments)
+    assert ran.code == 2
+    assert says in ran.err
+
+
+@pytest.mark.parametrize("prompt", [[""], [], ["-"]])
+def test_an_empty_prompt_is_refused(run, prompt):
+    ran = run("generate", "m", *prompt)
+    assert (ran.code, ran.out) == (1, "")
+    assert "prompt is empty" in ran.err
+
+
+def test_arguments_that_are_no_text_are_refused(run):
+    for arguments in (["generate", "m", "\udc80"], ["generate", "\udc80", "hi"], ["adapter", "show", "\udc80"]):
+        ran = run(*arguments)
+        assert ran.code == 1
+        assert ran.err.startswith("error: ")
+        assert "Traceback" not in ran.err
+
+
+def test_an_unreachable_router_says_how_to_get_one(run):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+        ran = run("models", "--router", address)
+    assert ran.code == 1
+    assert re.fullmatch(rf"error: the router at {address} cannot be reached .*`loraplex up`.*--router.*\n", ran.err)
+
+
+def test_adapters_from_add_to_rm(run, fake_cluster, tiny_adapter):
+    added = run("adapter", "add", "sql", tiny_adapter)
+    assert added.code == 0
+    digest = fake_cluster.adapters["sql"].current.artifact_digest
+    assert "sql registered for base tiny" in added.out
+    assert digest in added.out
+    assert "14 of 14 changed" in added.out
+    assert "loraplex generate sql" in added.out
+    assert "is this version already" in run("adapter", "add", "sql", tiny_adapter).out
+    assert "14/14" in run("adapter", "list").out
+    assert digest[:12] in run("adapter", "show", "sql").out
+    assert run("adapter", "list", "--json").json()["adapters"][0]["current"]["artifact_digest"] == digest
+    assert run("adapter", "show", "sql", "--json").json()["versions"][0]["rank"] == 4
+    assert [model["name"] for model in run("models", "--json").json()["models"]] == ["sql"]
+    assert run("adapter", "rm", "sql").out == "sql is deleted\n"
+    assert run("adapter", "list").out == ""
+    assert "no adapter sql" in run("adapter", "show", "sql").err
+
+
+def test_add_waits_until_the_router_knows(run, fake_cluster, tiny_adapter):
+    fake_cluster.catalog_lag = 3
+    assert run("adapter", "add", "sql", tiny_adapter, "--json").json()["router_knows"] is True
+    assert fake_cluster.catalog_lag == 0
+    assert fake_cluster.metadata[-1]["x-loraplex-min-revision"] == "1"
+
+
+def test_add_does_not_wait_when_told_so(run, fake_cluster, tiny_adapter):
+    assert run("adapter", "add", "sql", tiny_adapter, "--no-wait", "--json").json()["router_knows"] is False
+    assert fake_cluster.metadata == []
+
+
+def test_add_without_a_router_succeeds_with_a_note_unless_waiting_was_asked_for(run, tiny_adapter):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        nobody = f"127.0.0.1:{probe.getsockname()[1]}"
+        ran = run("adapter", "add", "sql", tiny_adapter, "--router", nobody)
+        assert ran.code == 0
+        assert "no router can be reached" in ran.err
+        assert run("adapter", "add", "sql", tiny_adapter, "--router", nobody, "--wait").code == 1
+
+
+def test_a_pickle_is_refused_before_anything_is_sent(run, fake_cluster, tiny_adapter, tmp_path):
+    folder = shutil.copytree(tiny_adapter, tmp_path / "pickled")
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    ran = run("adapter", "add", "sql", folder)
+    assert ran.code == 1
+    assert "pickle (adapter_model.bin)" in ran.err
+    assert fake_cluster.uploads == {}
+
+
+def test_a_base_is_added_and_listed(run, tiny_base, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert "tiny registered" in run("base", "add", tiny_base).out
+    assert run("base", "add", tiny_base, "--id", "owner/tiny", "--json").json()["base_model"]["base_id"] == "owner/tiny"
+    assert [base["base_id"] for base in run("base", "list", "--json").json()["base_models"]] == ["tiny", "owner/tiny"]
+    assert "owner/tiny" in run("base", "list").out
+    assert (tmp_path / "loraplex" / "manifests").is_dir()
+    assert "config.json" in run("base", "add", tmp_path).err
+
+
+def test_workers_are_listed(run):
+    assert "sql (device)" in run("worker", "list").out
+    assert run("worker", "list", "--json").json()["workers"][0]["state"] == "serving"
+
+
+def test_the_version_is_the_packages(run):
+    assert re.match(r"loraplex \d+\.\d+\.\d+ \(Python", run("version").out)
+    assert set(run("version", "--json").json()) == {"loraplex", "python", "grpc"}
+
+
+def test_chat_remembers_and_resets(run, fake_cluster):
+    fake_cluster.bases["m"] = None
+    ran = run("chat", "m", "--system", "be brief", "--seed", "1", stdin="one\n\ntwo\n/reset\nthree\n")
+    assert (ran.code, ran.out) == (0, "one \ntwo \nthree \n")
+    said = [[(m.role, m.content) for m in request.chat.messages] for request in fake_cluster.requests]
+    first = [("system", "be brief"), ("user", "one")]
+    assert said == [
+        first,
+        [*first, ("assistant", "one "), ("user", "two")],
+        [("system", "be brief"), ("user", "three")],
+    ]
+    assert fake_cluster.requests[0].sampling.max_tokens == 512
+
+
+def test_chat_in_json_is_an_object_a_line(run, fake_cluster):
+    fake_cluster.bases["m"] = None
+    lines = run("chat", "m", "--json", stdin="one\ntwo\n").out.splitlines()
+    assert [json.loads(line)["choices"][0]["text"] for line in lines] == ["one ", "two "]
+
+
+def test_chat_with_an_unknown_model_ends_before_the_first_turn(run):
+    ran = run("chat", "nobody", stdin="hello\n")
+    assert (ran.code, ran.out) == (1, "")
+    assert "no model nobody" in ran.err
+
+
+def test_an_interrupt_exits_130_and_cancels_the_request(run, fake_cluster, monkeypatch):
+    def interrupt(text: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("loraplex.cli.output.write_text", interrupt)
+    ran = run("generate", "endless", "hi")
+    assert ran.code == 130
+    assert "Traceback" not in ran.err
+    assert fake_cluster.cancelled.wait(5)
+
+
+@pytest.mark.parametrize(
+    "command", ["up", "demo", "generate", "chat", "models", "version", "adapter add", "adapter list", "adapter show",
+                "adapter rm", "base add", "base list", "worker list"],
+)  # fmt: skip
+def test_every_command_has_help_and_json(run, command):
+    ran = run(*command.split(), "--help")
+    assert ran.code == 0
+    assert "--json" in ran.out

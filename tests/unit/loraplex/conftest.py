@@ -1,0 +1,237 @@
+"""A fake router and registry behind one real gRPC server, in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpc import aio
+
+from common.rpc import Server
+from loraplex.errors import AdapterNotFound, AlreadyExists, CatalogBehind, ModelNotFound
+from loraplex.registry.v1 import adapter_pb2, adapter_pb2_grpc, base_model_pb2, base_model_pb2_grpc
+from loraplex.router.v1 import (
+    fleet_pb2,
+    fleet_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    models_pb2,
+    models_pb2_grpc,
+)
+from loraplex.types.v1 import generation_pb2
+from tests.tiny_adapters import write_adapter
+from tests.tiny_base import write_tiny_base
+
+
+@dataclass
+class FakeCluster(
+    inference_pb2_grpc.InferenceServiceServicer,
+    models_pb2_grpc.ModelServiceServicer,
+    fleet_pb2_grpc.FleetServiceServicer,
+    adapter_pb2_grpc.AdapterServiceServicer,
+    base_model_pb2_grpc.BaseModelServiceServicer,
+):
+    """Remembers what it was asked; answers by simple rules (see the methods)."""
+
+    address: str = ""
+    revision: int = 0
+    catalog_lag: int = 0
+    """So many router calls that ask for the newest revision are answered with CatalogBehind."""
+    page_size: int = 2
+    adapters: dict[str, adapter_pb2.Adapter] = field(default_factory=dict)
+    bases: dict[str, base_model_pb2.BaseModel] = field(default_factory=dict)
+    uploads: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    requests: list[inference_pb2.GenerateRequest] = field(default_factory=list)
+    metadata: list[dict[str, str]] = field(default_factory=list)
+    remaining_s: list[float] = field(default_factory=list)
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    async def Generate(self, request, context) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """Echoes the input; model "unknown" does not exist, "endless" never ends."""
+        self._note(context)
+        self.requests.append(request)
+        if request.model == "unknown":
+            raise ModelNotFound("there is no model unknown; `loraplex models` lists them", model="unknown")
+        said = request.chat.messages[-1].content if request.WhichOneof("input") == "chat" else request.prompt
+        try:
+            while request.model == "endless":
+                yield _delta(0, "x", 1)
+                await asyncio.sleep(0.01)
+        except (asyncio.CancelledError, GeneratorExit):
+            self.cancelled.set()
+            raise
+        for index in range(request.sampling.n or 1):
+            for word in said.split(" "):
+                yield _delta(index, f"{word} ", len(word))
+            yield inference_pb2.GenerateResponse(
+                choice_finished=generation_pb2.ChoiceFinished(index=index, reason=generation_pb2.FINISH_REASON_STOP)
+            )
+        finished = generation_pb2.Finished()
+        finished.usage.prompt_tokens, finished.usage.completion_tokens = 3, 4
+        finished.facts.base_digest, finished.facts.worker_id = "b" * 64, "w0"
+        finished.facts.artifact_digest, finished.facts.version_digest = "a" * 64, "f" * 64
+        finished.facts.tier_hit = generation_pb2.ADAPTER_TIER_DISK
+        finished.facts.adapter_load_time.FromMilliseconds(250)
+        yield inference_pb2.GenerateResponse(finished=finished)
+
+    async def GetModel(self, request, context) -> models_pb2.GetModelResponse:
+        self._note(context)
+        self._lag(context)
+        if request.name in self.bases:
+            return models_pb2.GetModelResponse(model=models_pb2.Model(name=request.name))
+        if request.name not in self.adapters:
+            raise ModelNotFound(f"there is no model {request.name}")
+        return models_pb2.GetModelResponse(model=self._model(self.adapters[request.name]))
+
+    async def ListModels(self, request, context) -> models_pb2.ListModelsResponse:
+        self._note(context)
+        entries = [models_pb2.Model(name=name, base_digest="b" * 64) for name in self.bases]
+        entries += [self._model(adapter) for adapter in self.adapters.values()]
+        page, token = self._page(entries, request.page_token)
+        return models_pb2.ListModelsResponse(models=page, next_page_token=token)
+
+    async def ListWorkers(self, request, context) -> fleet_pb2.ListWorkersResponse:
+        worker = fleet_pb2.Worker(worker_id="w0", address="127.0.0.1:1", state="serving", total_blocks=9)
+        worker.adapters.add(artifact_digest="a" * 64, names=["sql"], tier=generation_pb2.ADAPTER_TIER_DEVICE)
+        return fleet_pb2.ListWorkersResponse(workers=[worker])
+
+    async def UploadArtifact(self, request_iterator, context) -> adapter_pb2.UploadArtifactResponse:
+        files: dict[str, bytearray] = {}
+        announced: dict[str, adapter_pb2.FileHeader] = {}
+        name = base_id = current = ""
+        async for request in request_iterator:
+            part = request.WhichOneof("part")
+            if part == "header":
+                name, base_id = request.header.name, request.header.base_id
+            elif part == "file_header":
+                current = request.file_header.name
+                files[current], announced[current] = bytearray(), request.file_header
+            else:
+                assert len(request.data) <= 2**20
+                files[current] += request.data
+        for file, data in files.items():
+            assert announced[file].size_bytes == len(data)
+            assert announced[file].sha256 == hashlib.sha256(data).hexdigest()
+        self.uploads[name] = {file: bytes(data) for file, data in files.items()}
+        digest = hashlib.sha256(files["adapter_model.safetensors"]).hexdigest()
+        changed = name not in self.adapters or self.adapters[name].current.artifact_digest != digest
+        self.revision += changed
+        version = adapter_pb2.AdapterVersion(
+            version_digest=digest, artifact_digest=digest, rank=4, num_modules=14, num_base_modules=14, format="none"
+        )
+        self.adapters[name] = adapter_pb2.Adapter(
+            name=name, base_id=base_id or "tiny", current=version, versions=[version]
+        )
+        return adapter_pb2.UploadArtifactResponse(adapter=self.adapters[name], revision=self.revision, changed=changed)
+
+    async def DownloadArtifact(self, request, context):
+        if request is not None:
+            raise AssertionError("clients download nothing")
+        yield
+
+    async def Watch(self, request, context):
+        if request is not None:
+            raise AssertionError("clients watch nothing")
+        yield
+
+    async def GetAdapter(self, request, context) -> adapter_pb2.GetAdapterResponse:
+        if request.name not in self.adapters:
+            raise AdapterNotFound(f"there is no adapter {request.name}")
+        return adapter_pb2.GetAdapterResponse(adapter=self.adapters[request.name])
+
+    async def ListAdapters(self, request, context) -> adapter_pb2.ListAdaptersResponse:
+        page, token = self._page(list(self.adapters.values()), request.page_token)
+        return adapter_pb2.ListAdaptersResponse(adapters=page, next_page_token=token)
+
+    async def DeleteAdapter(self, request, context) -> adapter_pb2.DeleteAdapterResponse:
+        if self.adapters.pop(request.name, None) is None:
+            raise AdapterNotFound(f"there is no adapter {request.name}")
+        self.revision += 1
+        return adapter_pb2.DeleteAdapterResponse(revision=self.revision)
+
+    async def CreateBaseModel(self, request, context) -> base_model_pb2.CreateBaseModelResponse:
+        known = self.bases.get(request.base_id)
+        if known is not None and known.digest != request.manifest.digest:
+            raise AlreadyExists(f"{request.base_id} is another model")
+        self.revision += known is None
+        base = base_model_pb2.BaseModel(
+            base_id=request.base_id, digest=request.manifest.digest, architecture="LlamaForCausalLM", num_parameters=7
+        )
+        self.bases[request.base_id] = base
+        return base_model_pb2.CreateBaseModelResponse(base_model=base, revision=self.revision)
+
+    async def GetBaseModel(self, request, context) -> base_model_pb2.GetBaseModelResponse:
+        return base_model_pb2.GetBaseModelResponse(base_model=self.bases[request.base_id])
+
+    async def ListBaseModels(self, request, context) -> base_model_pb2.ListBaseModelsResponse:
+        page, token = self._page(list(self.bases.values()), request.page_token)
+        return base_model_pb2.ListBaseModelsResponse(base_models=page, next_page_token=token)
+
+    def _note(self, context) -> None:
+        self.metadata.append(dict(context.invocation_metadata()))
+        self.remaining_s.append(context.time_remaining())
+
+    def _lag(self, context) -> None:
+        if "x-loraplex-min-revision" in dict(context.invocation_metadata()) and self.catalog_lag:
+            self.catalog_lag -= 1
+            raise CatalogBehind("the catalog is behind")
+
+    def _page(self, entries: list[Any], token: str) -> tuple[list[Any], str]:
+        start = int(token or 0)
+        end = start + self.page_size
+        return entries[start:end], str(end) if end < len(entries) else ""
+
+    @staticmethod
+    def _model(adapter: adapter_pb2.Adapter) -> models_pb2.Model:
+        return models_pb2.Model(
+            name=adapter.name, parent=adapter.base_id, artifact_digest=adapter.current.artifact_digest, rank=4
+        )
+
+
+def _delta(index: int, text: str, token: int) -> inference_pb2.GenerateResponse:
+    return inference_pb2.GenerateResponse(delta=generation_pb2.Delta(index=index, text=text, token_ids=[token]))
+
+
+@pytest.fixture
+def fake_cluster() -> Iterator[FakeCluster]:
+    fake = FakeCluster()
+    loop = asyncio.new_event_loop()
+    up, down = threading.Event(), asyncio.Event()
+
+    def register(server: aio.Server) -> None:
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(fake, server)
+        models_pb2_grpc.add_ModelServiceServicer_to_server(fake, server)
+        fleet_pb2_grpc.add_FleetServiceServicer_to_server(fake, server)
+        adapter_pb2_grpc.add_AdapterServiceServicer_to_server(fake, server)
+        base_model_pb2_grpc.add_BaseModelServiceServicer_to_server(fake, server)
+
+    async def serve() -> None:
+        server = Server([register], [])
+        fake.address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+        up.set()
+        await down.wait()
+        await server.stop(0)
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    assert up.wait(10)
+    yield fake
+    loop.call_soon_threadsafe(down.set)
+    thread.join(10)
+    loop.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_base(tmp_path_factory.mktemp("base") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_adapter(tmp_path_factory: pytest.TempPathFactory, tiny_base: Path) -> Path:
+    return write_adapter(tmp_path_factory.mktemp("adapter") / "tiny", tiny_base)
