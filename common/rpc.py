@@ -25,6 +25,7 @@ log = structlog.get_logger(__name__)
 
 MAX_MESSAGE_BYTES: Final = 16 * 2**20
 MAX_METADATA_BYTES: Final = 64 * 2**10
+_LAST_STATUS_S: Final = 0.1  # for writing the last status to a health watcher
 
 _SERVER_OPTIONS: Final = (
     ("grpc.so_reuseport", 0),  # a port that is taken must fail, not be shared silently
@@ -114,6 +115,33 @@ class ErrorInterceptor(aio.ServerInterceptor):
         return make_unary(unary, handler.request_deserializer, handler.response_serializer)
 
 
+class _Health(health.aio.HealthServicer):  # type: ignore[misc]  # grpc_health has no types
+    """Health whose Watch streams end when the server stops; an open one would hold the stop for its whole grace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stopped = asyncio.Event()
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:  # noqa: N802 - gRPC's name
+        """Stream the status until the client leaves or the server stops."""
+        watch = asyncio.ensure_future(super().Watch(request, context))
+        stopped = asyncio.ensure_future(self._stopped.wait())
+        try:
+            await asyncio.wait({watch, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not watch.done():
+                await asyncio.wait({watch}, timeout=_LAST_STATUS_S)
+            if watch.done():
+                watch.result()
+        finally:
+            watch.cancel()
+            stopped.cancel()
+
+    async def stop(self) -> None:
+        """Tell every watcher NOT_SERVING and end its stream."""
+        await self.enter_graceful_shutdown()
+        self._stopped.set()
+
+
 class Server:
     """A gRPC server with error mapping, health and reflection.
 
@@ -136,7 +164,7 @@ class Server:
         self._names = ["", *(service.full_name for service in services)]
         for add in register:
             add(self._server)
-        self._health = health.aio.HealthServicer()
+        self._health = _Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(
             [*self._names[1:], health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
@@ -164,5 +192,5 @@ class Server:
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, give running ones `grace_s`, then cut them."""
-        await self._health.enter_graceful_shutdown()
+        await self._health.stop()
         await self._server.stop(grace_s)

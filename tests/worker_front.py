@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import grpc
@@ -38,6 +38,11 @@ from worker.generation import StreamLimits
 from worker.settings import WorkerSettings
 
 VOCAB = 300
+REQUEST_COUNTS: tuple[Literal["running_requests", "waiting_requests", "queued_prefill_tokens"], ...] = (
+    "running_requests",
+    "waiting_requests",
+    "queued_prefill_tokens",
+)
 
 
 @dataclass
@@ -206,9 +211,9 @@ class Merged:
             elif descriptor.name == "removed_artifact_digests":
                 for digest in value:
                     del self.fields["adapters"][digest]
-        for name in ("running_requests", "waiting_requests", "queued_prefill_tokens"):  # zero is not listed
-            if message.HasField(name):
-                self.fields[name] = getattr(message, name)
+        for count in REQUEST_COUNTS:  # zero is not listed
+            if message.HasField(count):
+                self.fields[count] = getattr(message, count)
 
 
 @asynccontextmanager
@@ -246,7 +251,8 @@ async def running_front(
             on_listening=bound.set_result,
         )
         task = asyncio.create_task(app.run(stop))
-        await asyncio.wait({task, bound}, return_when=asyncio.FIRST_COMPLETED)
+        started: list[asyncio.Future[Any]] = [task, bound]
+        await asyncio.wait(started, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             await task
         channel = open_channel(f"127.0.0.1:{bound.result()}")

@@ -7,7 +7,7 @@ message goes out. Knows nothing of protobuf.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -164,7 +164,7 @@ class StatusBoard:
         self._ended = True
         self.changed()
 
-    async def follow(self) -> AsyncIterator[WorkerStatus]:
+    async def follow(self) -> AsyncGenerator[WorkerStatus, None]:
         """Yield the status: at once, then after changes, at most 10 a second and at least one a second."""
         loop = asyncio.get_running_loop()
         woken = asyncio.Event()

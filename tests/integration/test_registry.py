@@ -52,7 +52,7 @@ async def empty_registry(state_dir) -> AsyncIterator[Client]:
 
 
 @pytest.fixture
-async def registry(empty_registry, base_folder) -> Client:
+async def registry(empty_registry: Client, base_folder) -> Client:
     await empty_registry.add_base(base_folder)
     return empty_registry
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from typing import cast
 
 import grpc
 import pytest
+from grpc import aio
 
 from loraplex import errors
 from loraplex.registry.v1 import adapter_pb2 as a
@@ -67,6 +69,7 @@ class Catalog:
 
     def apply(self, event: a.WatchResponse) -> None:
         kind = event.WhichOneof("event")
+        assert kind is not None
         self.seen.append(kind)
         match kind:
             case "snapshot":
@@ -251,12 +254,13 @@ async def test_draining_ends_watches_at_once(tmp_path, database_url):
         # The block's end stops the service; the open watch must not hold it for the drain's 15 s.
         ended = asyncio.create_task(_end_of(events))
         started = time.monotonic()
-        client.channel = _Kept(client.channel)
+        kept = _Kept(client.channel)
+        client.channel = cast("aio.Channel", kept)
     assert time.monotonic() - started < 5
     with pytest.raises(grpc.RpcError) as caught:
         await ended
     assert type(errors.from_rpc_error(caught.value)) is errors.Draining
-    await client.channel.really_close()
+    await kept.really_close()
 
 
 async def _end_of(events) -> None:
@@ -267,7 +271,7 @@ async def _end_of(events) -> None:
 class _Kept:
     """A channel that outlives the block, to see how the server ends the stream."""
 
-    def __init__(self, channel) -> None:
+    def __init__(self, channel: aio.Channel) -> None:
         self._channel = channel
 
     async def close(self) -> None:

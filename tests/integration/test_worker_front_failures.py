@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from typing import Any
 
 import grpc
 import psutil
@@ -46,8 +47,8 @@ def base(tmp_path_factory):
     return write_tiny_base(tmp_path_factory.mktemp("front") / "base")
 
 
-def idle(fields) -> bool:
-    return fields["running_requests"] == fields["waiting_requests"] == fields["queued_prefill_tokens"] == 0
+def idle(fields: dict[str, Any]) -> bool:
+    return bool(fields["running_requests"] == fields["waiting_requests"] == fields["queued_prefill_tokens"] == 0)
 
 
 def engine_pid() -> int:
@@ -74,8 +75,9 @@ async def test_a_killed_engine_fails_its_requests_fast_and_the_next_one_works(ba
         os.kill(engine_pid(), signal.SIGKILL)
         answers = await asyncio.gather(*running)
         assert time.monotonic() - killed < 2
-        assert all(isinstance(answer.error, EngineDown) for answer in answers)
-        assert all(answer.error.code is grpc.StatusCode.UNAVAILABLE for answer in answers)
+        for answer in answers:
+            assert isinstance(answer.error, EngineDown)
+            assert answer.error.code is grpc.StatusCode.UNAVAILABLE
 
         states, epochs = [], []
         async with asyncio.timeout(10):
@@ -153,6 +155,7 @@ async def test_a_full_queue_refuses_with_a_time_to_wait_and_takes_again_later(ba
         await front.status_where(lambda fields: (fields["running_requests"], fields["waiting_requests"]) == (1, 2))
         refused = await front.generate(front.request())
         assert isinstance(refused.error, QueueFull)
+        assert refused.error.retry_after_s is not None
         assert refused.error.retry_after_s > 0
         for call in calls:
             call.cancel()
@@ -205,7 +208,7 @@ async def test_a_message_nobody_takes_for_too_long_ends_the_stream(base, tmp_pat
 
 
 async def test_cancelled_streams_leave_nothing_long_before_their_answers_would_have_ended(base, tmp_path):
-    server = ArtifactServer()
+    server = ArtifactServer()  # type: ignore[abstract]  # it serves downloads alone
     digest = server.add(b"an adapter")
     async with (
         serving_artifacts(server) as port,
@@ -244,7 +247,7 @@ async def test_a_client_whose_connection_breaks_leaves_nothing(base, tmp_path):
 
 
 async def test_a_worker_starts_and_serves_without_a_registry_and_finds_it_later(base, tmp_path):
-    server = ArtifactServer()
+    server = ArtifactServer()  # type: ignore[abstract]  # it serves downloads alone
     digest = server.add(b"an adapter that comes late")
     async with serving_artifacts(server) as port:
         pass  # a port that was free a moment ago
@@ -261,6 +264,7 @@ async def test_a_deadline_bounds_the_wait_for_an_unreachable_adapter(base, tmp_p
     async with running_front(base, tmp_path / "cache") as front:
         started = time.monotonic()
         answer = await front.generate(front.request(artifact="f" * 64), within=0.3)
+        assert answer.error is not None
         assert answer.error.code is grpc.StatusCode.DEADLINE_EXCEEDED
         assert time.monotonic() - started < 1
         status = await front.status_where(idle)
@@ -281,6 +285,7 @@ async def test_a_drain_announces_finishes_what_is_open_refuses_what_is_new_and_e
                     await asyncio.sleep(0.1)  # past drain_notice_s
                     assert await health(front) == health_pb2.HealthCheckResponse.NOT_SERVING
                     refused = await front.generate(front.request())
+        assert refused is not None
         assert isinstance(refused.error, Draining)
         assert len((await open_stream).token_ids()) == 150
         assert states.fields["running_requests"] == 0

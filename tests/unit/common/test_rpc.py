@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import grpc
@@ -91,3 +92,16 @@ async def test_health_follows_set_serving() -> None:
                 )
                 assert answer.status == expected
     await server.stop(0)
+
+
+async def test_health_watchers_are_told_and_do_not_hold_the_stop() -> None:
+    server, port = await _serve()
+    await server.set_serving(serving=True)
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        answers = aiter(watch)
+        seen = [(await anext(answers)).status]
+        async with asyncio.timeout(5):
+            await server.stop(60)
+            seen += [answer.status async for answer in answers]
+    assert seen == [health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING]

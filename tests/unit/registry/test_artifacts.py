@@ -27,7 +27,7 @@ def put(artifacts, content: bytes, digest: str = DIGEST):
     artifacts.publish(file, digest)
 
 
-def read(artifacts, digest: str = DIGEST) -> bytes:
+def read(artifacts: ArtifactFolder, digest: str = DIGEST) -> bytes:
     stream, size = artifacts.open_artifact(digest)
     with stream:
         content = stream.read()

@@ -94,6 +94,7 @@ def test_any_sequence_of_uploads_ends_with_the_last_current_and_each_content_onc
     adapter = None
     for at, content in enumerate(contents):
         adapter = cut_over(adapter, "x", "tiny", version(content, at=at))
+    assert adapter is not None
     assert adapter.current == contents[-1]
     firsts = sorted(set(contents), key=contents.index, reverse=True)
     assert [v.version_digest for v in adapter.versions] == firsts

@@ -11,6 +11,7 @@ from alembic.migration import MigrationContext
 
 from loraplex.errors import FailedPrecondition, Unavailable
 from loraplex.registry.v1 import adapter_pb2 as a
+from registry.artifacts import ArtifactFolder
 from registry.database import migrate, open_engine, parse_url
 from registry.domain import AdapterRecord, BaseModelRecord, Change, DeletedAdapter, VersionRecord, cut_over
 from registry.head_signal import HeadSignal
@@ -50,7 +51,7 @@ async def store(engine, signal):
     return store
 
 
-async def put(store, record) -> int:
+async def put(store: Store, record: AdapterRecord) -> int:
     async with store.write() as transaction:
         await transaction.put_adapter(record)
     return transaction.revision
@@ -150,7 +151,9 @@ async def test_pages_go_by_name_in_byte_order(store):
         assert [record.name for record in await reader.adapters("default", "a", 3)] == ["a-b", "a.b", "a_b"]
 
 
-class Folder:
+class Folder(ArtifactFolder):
+    """Notes what is removed; has no files."""
+
     def __init__(self) -> None:
         self.removed: list[str] = []
 

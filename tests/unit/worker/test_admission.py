@@ -22,6 +22,7 @@ def test_running_and_waiting_places_are_given_out_then_the_queue_is_full():
     tickets = [gate.admit(1, None, 0.0) for _ in range(4)]
     with pytest.raises(QueueFull) as caught:
         gate.admit(1, None, 0.0)
+    assert caught.value.retry_after_s is not None
     assert 0.1 <= caught.value.retry_after_s <= 30
     tickets[0].close(1.0)
     gate.admit(1, None, 1.0)
@@ -48,6 +49,7 @@ def test_the_time_to_wait_follows_how_long_requests_took():
     gate.admit(1, None, 0.0)
     with pytest.raises(QueueFull) as caught:
         gate.admit(1, None, 0.0)
+    assert caught.value.retry_after_s is not None
     assert 19 < caught.value.retry_after_s <= 20
 
 

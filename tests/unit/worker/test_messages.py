@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from google.protobuf.duration_pb2 import Duration
 
 from loraplex.types.v1.generation_pb2 import AdapterTier, FinishReason
 from worker.generation import ChoiceEnd, TextDelta
@@ -16,7 +17,7 @@ def facts(timing=TIMING, *, fetch_s=0.0, fetched=False, digests=("v", "a")):
     return serving_facts(timing, fetch_s=fetch_s, fetched=fetched, base_digest="b", digests=digests, worker_id="w")
 
 
-def seconds(duration) -> float:
+def seconds(duration: Duration) -> float:
     return duration.ToNanoseconds() / 1e9
 
 

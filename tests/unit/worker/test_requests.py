@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from loraplex.errors import BaseMismatch, EmptyPrompt, InvalidParameter, InvalidRequest, UnsupportedAdapter
@@ -10,8 +12,8 @@ from loraplex.worker.v1.worker_pb2 import GenerateRequest, ResolvedAdapter
 from worker.requests import CheckedAdapter, Conversation, check_request
 
 BASE = "0" * 64
-TRICK = {"artifact_digest": "../x"}
-ADAPTER = {"version_digest": "a" * 64, "artifact_digest": "b" * 64, "rank": 4, "format": "none"}
+TRICK: dict[str, Any] = {"artifact_digest": "../x"}
+ADAPTER: dict[str, Any] = {"version_digest": "a" * 64, "artifact_digest": "b" * 64, "rank": 4, "format": "none"}
 
 
 def check(**fields):

@@ -40,6 +40,8 @@ def peft_fields() -> dict[str, object]:
             if isinstance(node, ast.ClassDef) and node.name in ("PeftConfigMixin", "PeftConfig", "LoraConfig"):
                 for item in node.body:
                     if isinstance(item, ast.AnnAssign):
+                        assert isinstance(item.value, ast.Call)
+                        assert isinstance(item.target, ast.Name)
                         keywords = {k.arg: k.value for k in item.value.keywords}
                         default = keywords.get("default")
                         fields[item.target.id] = ast.literal_eval(default) if default else {}

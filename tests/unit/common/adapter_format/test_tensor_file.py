@@ -23,7 +23,10 @@ def raw_file(header: object, data: bytes = b"") -> bytes:
 
 
 def test_what_the_library_writes_is_read(tmp_path):
-    tensors = {"b": np.arange(6, dtype=np.float32).reshape(2, 3), "a": np.ones((3, 1), np.float16)}
+    tensors: dict[str, np.ndarray] = {
+        "b": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "a": np.ones((3, 1), np.float16),
+    }
     safetensors.numpy.save_file(tensors, tmp_path / "x.safetensors", metadata={"format": "pt"})
     stored = open_tensors(tmp_path / "x.safetensors")
     assert stored.metadata == {"format": "pt"}
@@ -34,7 +37,10 @@ def test_what_the_library_writes_is_read(tmp_path):
 
 
 def test_what_is_written_the_library_reads_and_is_aligned(tmp_path):
-    tensors = [("z", "F16", np.ones((1, 3), np.float16)), ("y", "F32", np.arange(4, dtype=np.float32).reshape(2, 2))]
+    tensors: list[tuple[str, str, np.ndarray]] = [
+        ("z", "F16", np.ones((1, 3), np.float16)),
+        ("y", "F32", np.arange(4, dtype=np.float32).reshape(2, 2)),
+    ]
     with (tmp_path / "x").open("wb") as stream:
         write_tensors(stream, tensors, {"loraplex": "é"})
     loaded = safetensors.numpy.load_file(tmp_path / "x")
@@ -45,7 +51,10 @@ def test_what_is_written_the_library_reads_and_is_aligned(tmp_path):
 
 
 def test_the_order_of_tensors_does_not_change_the_bytes():
-    tensors = [("z", "F16", np.ones((1, 3), np.float16)), ("y", "F32", np.ones((2, 2), np.float32))]
+    tensors: list[tuple[str, str, np.ndarray]] = [
+        ("z", "F16", np.ones((1, 3), np.float16)),
+        ("y", "F32", np.ones((2, 2), np.float32)),
+    ]
     one, other = io.BytesIO(), io.BytesIO()
     write_tensors(one, tensors, {"k": "v"})
     write_tensors(other, tensors[::-1], {"k": "v"})

@@ -20,6 +20,7 @@ from worker.engine.plan import NewRequest, SampledTokens, SequenceStep
 from worker.mailbox import Sampling
 from worker.model import choice
 from worker.model.choice import draw
+from worker.model.penalties import PenaltyRow, SeenTokens, apply_penalties
 from worker.model.random import uniforms
 from worker.model.sampler import LOWEST_LOGPROB, Sampler
 
@@ -153,6 +154,13 @@ def test_short_candidate_lists_change_no_token(sampling: Sampling, monkeypatch: 
     assert len(set(chosen[()])) > 20
 
 
+def test_a_filter_that_drops_nothing_changes_no_token() -> None:
+    logits, numbers = random_logits(100), uniforms([3] * 100, range(100))
+    free = draw(logits.clone(), [Sampling()] * 100, numbers)
+    filtered = draw(logits.clone(), [Sampling(min_p=1e-30)] * 100, numbers)
+    assert torch.equal(free, filtered)
+
+
 def test_draws_do_not_depend_on_the_neighbours() -> None:
     samplings = [
         Sampling(seed=1),
@@ -183,13 +191,23 @@ def test_seed_and_position_decide_the_draw() -> None:
 
 def test_repetition_penalty_is_the_one_of_transformers() -> None:
     logits = random_logits(2)
-    prompt = [3, 5, 5, 9, 999]
-    expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([prompt] * 2), logits)
-    wanted = [Sampling(temperature=0.0, repetition_penalty=1.7)] * 2
-    assert tokens_of(sample_once(logits, wanted, prompt)) == expected.argmax(-1).tolist()
+    prompts = [[3, 5, 5, 9, 999], [7, 8]]
+    assert (logits[0, [3, 5, 9, 999]] > 0).any()
+    assert (logits[0, [3, 5, 9, 999]] < 0).any()
+    actual = logits.clone()
+    sampling = Sampling(repetition_penalty=1.7)
+    apply_penalties(actual, [PenaltyRow(row, SeenTokens(prompt), sampling) for row, prompt in enumerate(prompts)])
+    for row, prompt in enumerate(prompts):
+        expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([prompt]), logits[row : row + 1])
+        torch.testing.assert_close(actual[row : row + 1], expected)
+
+
+def test_a_penalised_token_loses_to_the_next() -> None:
+    logits = random_logits(2)
     forced = logits.clone()
     forced[:, 5] = logits.max(-1).values * 1.2  # the likeliest, until it is penalised
-    assert tokens_of(sample_once(forced, wanted, prompt)) == logits.argmax(-1).tolist()
+    wanted = [Sampling(temperature=0.0, repetition_penalty=1.7)] * 2
+    assert tokens_of(sample_once(forced, wanted, prompt=[3, 5])) == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -52,7 +53,7 @@ def expected(folder: Path, messages: list[Message]) -> tuple[str, list[int]]:
     turns = [{"role": message.role, "content": message.content} for message in messages]
     text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
     ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)
-    return text, ids
+    return cast("tuple[str, list[int]]", (text, ids))
 
 
 @pytest.mark.parametrize("messages", CONVERSATIONS)

@@ -1,0 +1,61 @@
+"""Which device and number format a worker computes in, from what was asked and what the machine has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from loraplex.errors import InvalidParameter
+
+DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_NATIVE_BF16: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
+"""CPU flags (x86 and Arm) that mean bfloat16 products in hardware."""
+
+
+def choose_device(asked: str) -> torch.device:
+    """Return the device for `auto`, `cpu` or `cuda`. Raises InvalidParameter when it is not there."""
+    available = torch.cuda.is_available()
+    if asked == "auto":
+        return torch.device("cuda" if available else "cpu")
+    if asked not in ("cpu", "cuda"):
+        raise InvalidParameter(f"device {asked!r} is not known; give auto, cpu or cuda", field="device")
+    if asked == "cuda" and not available:
+        raise InvalidParameter("device cuda was asked for, but torch sees no CUDA device; give cpu", field="device")
+    return torch.device(asked)
+
+
+def choose_dtype(asked: str, device: torch.device) -> str:
+    """Return `float32` or `bfloat16`; `auto` is bfloat16 where the hardware multiplies it. Raises InvalidParameter."""
+    if asked in DTYPES:
+        return asked
+    if asked != "auto":
+        raise InvalidParameter(f"dtype {asked!r} is not known; give auto, float32 or bfloat16", field="dtype")
+    native = torch.cuda.is_bf16_supported() if device.type == "cuda" else bool(_cpu_flags() & _NATIVE_BF16)
+    return "bfloat16" if native else "float32"
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that new allocations could take now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    for line in _lines(Path("/proc/meminfo")):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 4 * 2**30  # no Linux: assume a small machine
+
+
+def _cpu_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    for line in _lines(path):
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,80 @@
+"""How many KV blocks a worker gets, and the longest context they allow. Pure arithmetic; errors name the option."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from loraplex.errors import InvalidParameter
+from worker.model.config import ModelConfig
+
+BLOCK_TOKENS: Final = 16
+"""Tokens of one KV block."""
+
+CPU_DEFAULT_BYTES: Final = 2**30
+CPU_FRACTION: Final = 0.25
+CUDA_FRACTION: Final = 0.8
+"""Of the memory that is free once the weights are loaded; the rest is for adapters and intermediate results."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlan:
+    """The KV cache's size and the context it allows, in blocks and tokens."""
+
+    num_blocks: int
+    max_context_tokens: int
+
+
+def block_bytes(config: ModelConfig, itemsize: int) -> int:
+    """Bytes of one KV block over all layers, keys and values; `itemsize` is an element's."""
+    return 2 * config.num_layers * config.kv_size * BLOCK_TOKENS * itemsize
+
+
+def default_cache_bytes(device_type: str, free_bytes: int) -> int:
+    """Return what a KV cache may take when nobody said: a share of what is free, on a CPU at most 1 GiB."""
+    if device_type == "cpu":
+        return min(CPU_DEFAULT_BYTES, int(free_bytes * CPU_FRACTION))
+    return int(free_bytes * CUDA_FRACTION)
+
+
+def plan_cache(
+    config: ModelConfig,
+    *,
+    itemsize: int,
+    cache_bytes: int,
+    max_context_tokens: int | None,
+    max_running_requests: int,
+) -> CachePlan:
+    """Fit the cache into `cache_bytes`, but no larger than all requests at full length could use.
+
+    Raises InvalidParameter (field `kv_cache_bytes` or `max_context_tokens`) when one block, or the context asked for,
+    does not fit.
+    """
+    per_block = block_bytes(config, itemsize)
+    affordable = cache_bytes // per_block
+    if affordable < 1:
+        raise InvalidParameter(
+            f"kv_cache_bytes {cache_bytes} holds no KV block of this model; give at least {per_block}",
+            field="kv_cache_bytes",
+            minimum=per_block,
+        )
+    context = config.max_context_tokens
+    if max_context_tokens is not None:
+        if not 2 <= max_context_tokens <= context:
+            raise InvalidParameter(
+                f"max_context_tokens is {max_context_tokens}; give 2 to {context}, the model's own limit",
+                field="max_context_tokens",
+                limit=context,
+            )
+        if max_context_tokens > affordable * BLOCK_TOKENS:
+            needed = -(-max_context_tokens // BLOCK_TOKENS) * per_block
+            raise InvalidParameter(
+                f"a context of {max_context_tokens} tokens needs {needed} bytes of KV cache, {cache_bytes} are given; "
+                "raise kv_cache_bytes or lower max_context_tokens",
+                field="max_context_tokens",
+                needed=needed,
+            )
+        context = max_context_tokens
+    context = min(context, affordable * BLOCK_TOKENS)
+    usable = max_running_requests * -(-context // BLOCK_TOKENS)
+    return CachePlan(min(affordable, usable), context)

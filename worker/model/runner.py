@@ -1,0 +1,187 @@
+"""The runner: executes the engine's plans on a real model.
+
+Owns the model, its KV cache, the adapter slots and the sampler; decides nothing. `execute` belongs to one thread,
+`prepare_adapter` to any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import structlog
+import torch
+from torch import Tensor
+
+from worker.adapters.device import BaseShape, DeviceAdapters
+from worker.engine.plan import BASE_SLOT, SequenceStep, StepPlan, StepResult
+from worker.kernels.eager import EagerKernels
+from worker.kernels.interface import Kernels
+from worker.kernels.layout import KvCache
+from worker.model.batch import build_step
+from worker.model.calibration import tokens_per_second
+from worker.model.config import ModelConfig, read_config, read_eos_token_ids
+from worker.model.decoder import Decoder, allocate_cache
+from worker.model.device import DTYPES, choose_device, choose_dtype, free_bytes
+from worker.model.memory import BLOCK_TOKENS, default_cache_bytes, plan_cache
+from worker.model.sampler import Sampler
+from worker.model.weights import load_weights
+
+log = structlog.get_logger(__name__)
+
+
+class ModelRunner:
+    """An open model; implements `worker.engine.plan.Runner`."""
+
+    device: str
+    dtype: str
+    vocab_size: int
+    max_context_tokens: int
+    block_tokens: int
+    total_blocks: int
+    eos_token_ids: frozenset[int]
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        decoder: Decoder,
+        cache: KvCache,
+        adapters: DeviceAdapters,
+        *,
+        device: torch.device,
+        dtype: str,
+        max_context_tokens: int,
+        max_running_requests: int,
+        max_prefill_tokens: int,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        """`open` is the usual way to make one."""
+        self.device, self.dtype = device.type, dtype
+        self.vocab_size = config.vocab_size
+        self.max_context_tokens = max_context_tokens
+        self.block_tokens, self.total_blocks = cache.block_tokens, cache.keys.shape[2]
+        self.eos_token_ids = eos_token_ids
+        self._torch_device = device
+        self._decoder, self._cache, self._adapters = decoder, cache, adapters
+        self._sampler = Sampler(eos_token_ids)
+        self._max_running_requests = max_running_requests
+        self._max_prefill_tokens = max_prefill_tokens
+
+    @classmethod
+    def open(
+        cls,
+        base_dir: Path,
+        *,
+        device: str,
+        dtype: str,
+        kv_cache_bytes: int | None,
+        max_context_tokens: int | None,
+        max_running_requests: int,
+        max_resident_adapters: int,
+        max_prefill_tokens: int,
+        base_digest: str,
+        kernels: Kernels | None = None,
+    ) -> ModelRunner:
+        """Load the Hugging Face folder `base_dir` and take the KV cache's memory.
+
+        `device` is auto, cpu or cuda; `dtype` auto, float32 or bfloat16; None leaves a size to the machine. Raises
+        InvalidBaseModel, CorruptArtifact or InvalidParameter, naming the field and the remedy.
+        """
+        config = read_config(base_dir)
+        eos_token_ids = read_eos_token_ids(base_dir)
+        torch_device = choose_device(device)
+        dtype_name = choose_dtype(dtype, torch_device)
+        torch_dtype = DTYPES[dtype_name]
+        weights = load_weights(base_dir, config, device=torch_device, dtype=torch_dtype)
+        if kv_cache_bytes is None:
+            kv_cache_bytes = default_cache_bytes(torch_device.type, free_bytes(torch_device))
+        plan = plan_cache(
+            config,
+            itemsize=torch_dtype.itemsize,
+            cache_bytes=kv_cache_bytes,
+            max_context_tokens=max_context_tokens,
+            max_running_requests=max_running_requests,
+        )
+        cache = allocate_cache(
+            config, num_blocks=plan.num_blocks, block_tokens=BLOCK_TOKENS, device=torch_device, dtype=torch_dtype
+        )
+        base = BaseShape(base_digest, config.num_layers, config.module_shapes())
+        log.info(
+            "model.opened",
+            family=config.family,
+            device=torch_device.type,
+            dtype=dtype_name,
+            layers=config.num_layers,
+            kv_blocks=plan.num_blocks,
+            max_context_tokens=plan.max_context_tokens,
+        )
+        return cls(
+            config,
+            Decoder(config, weights, kernels or EagerKernels(), plan.max_context_tokens),
+            cache,
+            DeviceAdapters(base, num_slots=max_resident_adapters, device=torch_device, dtype=torch_dtype),
+            device=torch_device,
+            dtype=dtype_name,
+            max_context_tokens=plan.max_context_tokens,
+            max_running_requests=max_running_requests,
+            max_prefill_tokens=max_prefill_tokens,
+            eos_token_ids=eos_token_ids,
+        )
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run a plan; see Runner. Raises KeyError for a slot or request nobody announced (the engine's error)."""
+        self._sampler.forget(plan.ended_request_ids)
+        self._sampler.add(plan.new_requests)
+        if not plan.sequences:
+            return StepResult(plan.step, ())
+        with torch.inference_mode():
+            sampled, logits = self._forward(plan.sequences)
+            if logits is None:
+                return StepResult(plan.step, ())
+            return StepResult(plan.step, self._sampler.sample(logits, sampled))
+
+    def prepare_adapter(self, slot: int, path: Path) -> int:
+        """Load the packed adapter at `path` into `slot`; see Runner."""
+        with torch.inference_mode():
+            return self._adapters.load(slot, path)
+
+    def release_adapter(self, slot: int) -> None:
+        """Forget the slot's adapter; see Runner."""
+        self._adapters.release(slot)
+
+    def calibrate(self) -> tuple[float, float]:
+        """Return measured prefill and decode speed in tokens per second, above 0.
+
+        To be called before the first request: it writes to cache blocks as it likes.
+        """
+        self._run_and_wait([SequenceStep(0, (0,), 0, (0,), BASE_SLOT, sample=True)])  # the first ever is slow
+        longest = min(self._max_prefill_tokens, self.max_context_tokens - 1, self.total_blocks * BLOCK_TOKENS)
+        widest = min(self._max_running_requests, self.total_blocks)
+
+        def prefill(num_tokens: int) -> None:
+            blocks = tuple(range(-(-num_tokens // BLOCK_TOKENS)))
+            self._run_and_wait([SequenceStep(0, (0,) * num_tokens, 0, blocks, BASE_SLOT, sample=True)])
+
+        def decode(num_tokens: int) -> None:
+            self._run_and_wait([SequenceStep(n, (0,), 15, (n,), BASE_SLOT, sample=True) for n in range(num_tokens)])
+
+        return tokens_per_second(prefill, max(longest, 1)), tokens_per_second(decode, widest)
+
+    def _run_and_wait(self, sequences: list[SequenceStep]) -> None:
+        with torch.inference_mode():
+            _, logits = self._forward(sequences)
+            if logits is not None:
+                logits.argmax(dim=-1).tolist()  # the result on the host: nothing is left in flight
+
+    def _forward(self, sequences: Sequence[SequenceStep]) -> tuple[tuple[SequenceStep, ...], Tensor | None]:
+        """Return the sequences that choose a token and their logits [S, vocab] float32, None when there are none."""
+        step = build_step(
+            sequences,
+            lambda slot: self._adapters.get(slot).layers,
+            block_tokens=self.block_tokens,
+            device=self._torch_device,
+        )
+        hidden = self._decoder.hidden(step.rows, self._cache)
+        if not step.sampled:
+            return (), None
+        return step.sampled, self._decoder.logits(hidden[step.sampled_rows])

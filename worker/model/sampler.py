@@ -1,0 +1,111 @@
+"""Chooses each request's next token from the step's logits.
+
+Owns what sampling must remember of a request. Order: log probabilities are taken from the raw logits (log-softmax of
+what the model said, before any parameter changes it); then biases and the minimum length, penalties, temperature and
+filters. Temperature 0 is argmax after biases and penalties. A draw depends on (seed, position) and the request's own
+logits only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from worker.engine.plan import NewRequest, SampledLogprobs, SampledTokens, SequenceStep
+from worker.mailbox import Sampling
+from worker.model.choice import draw
+from worker.model.penalties import PenaltyRow, SeenTokens, apply_biases, apply_penalties, has_penalties
+from worker.model.random import uniforms
+
+LOWEST_LOGPROB: Final = -9999.0
+"""Stands for log probabilities that are lower or not a number, so that every answer is valid JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    sampling: Sampling
+    num_prompt_tokens: int
+    seen: SeenTokens | None
+    """Kept only where penalties need it."""
+
+
+class Sampler:
+    """Sampling of all running requests; request ids are unique while they run."""
+
+    def __init__(self, eos_token_ids: Iterable[int]) -> None:
+        self._eos_biases = tuple((token, -torch.inf) for token in sorted(eos_token_ids))
+        self._requests: dict[int, _Request] = {}
+
+    def add(self, requests: Iterable[NewRequest]) -> None:
+        """Remember new requests."""
+        for request in requests:
+            seen = SeenTokens(request.prompt_token_ids) if has_penalties(request.sampling) else None
+            self._requests[request.request_id] = _Request(request.sampling, len(request.prompt_token_ids), seen)
+
+    def forget(self, request_ids: Iterable[int]) -> None:
+        """Forget ended requests; unknown ids are ignored."""
+        for request_id in request_ids:
+            self._requests.pop(request_id, None)
+
+    def sample(self, logits: Tensor, sequences: Sequence[SequenceStep]) -> tuple[SampledTokens, ...]:
+        """Choose one token per sequence; logits [S, vocab] float32 in the sequences' order, may be overwritten."""
+        requests = [self._requests[sequence.request_id] for sequence in sequences]
+        positions = [sequence.position + len(sequence.token_ids) for sequence in sequences]
+        reported = [row for row, request in enumerate(requests) if request.sampling.logprobs >= 0]
+        raw = logits[torch.tensor(reported, device=logits.device)] if reported else None  # a copy
+        self._constrain(logits, requests, positions)
+        tokens = _choose(logits, requests, positions)
+        logprobs: dict[int, SampledLogprobs] = {}
+        if raw is not None:
+            chosen = [tokens[row] for row in reported]
+            wanted = [requests[row].sampling.logprobs for row in reported]
+            logprobs = dict(zip(reported, _report(raw, chosen, wanted), strict=True))
+        for request, token in zip(requests, tokens, strict=True):
+            if request.seen is not None:
+                request.seen.add(token)
+        return tuple(
+            SampledTokens(sequence.request_id, (token,), (logprobs[row],) if row in logprobs else ())
+            for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True))
+        )
+
+    def _constrain(self, logits: Tensor, requests: Sequence[_Request], positions: Sequence[int]) -> None:
+        biases: list[tuple[int, Sequence[tuple[int, float]]]] = []
+        for row, (request, position) in enumerate(zip(requests, positions, strict=True)):
+            if request.sampling.logit_bias:
+                biases.append((row, request.sampling.logit_bias))
+            too_short = position - request.num_prompt_tokens < request.sampling.min_tokens
+            if too_short and not request.sampling.ignore_eos:
+                biases.append((row, self._eos_biases))
+        apply_biases(logits, biases)
+        penalised = [PenaltyRow(row, r.seen, r.sampling) for row, r in enumerate(requests) if r.seen is not None]
+        apply_penalties(logits, penalised)
+
+
+def _choose(logits: Tensor, requests: Sequence[_Request], positions: Sequence[int]) -> list[int]:
+    drawn = [row for row, request in enumerate(requests) if request.sampling.temperature > 0]
+    samplings = [requests[row].sampling for row in drawn]
+    random = uniforms([sampling.seed for sampling in samplings], [positions[row] for row in drawn])
+    if len(drawn) == len(requests):
+        tokens = draw(logits, samplings, random)
+    else:
+        tokens = logits.argmax(dim=-1)
+        if drawn:
+            index = torch.tensor(drawn, device=logits.device)
+            tokens[index] = draw(logits[index], samplings, random)
+    chosen: list[int] = tokens.tolist()
+    return chosen
+
+
+def _report(raw: Tensor, chosen: Sequence[int], wanted: Sequence[int]) -> list[SampledLogprobs]:
+    """Log probabilities of R rows of raw logits [R, vocab]: the chosen token's, and the `wanted` likeliest ones'."""
+    normalised = torch.nan_to_num(raw.log_softmax(dim=-1), nan=LOWEST_LOGPROB).clamp_(min=LOWEST_LOGPROB)
+    of_chosen = normalised.gather(1, torch.tensor(chosen, device=raw.device)[:, None])[:, 0].tolist()
+    values, ids = normalised.topk(min(max(wanted), raw.shape[1]), dim=-1)
+    return [
+        SampledLogprobs(logprob, tuple(zip(row_ids[:count], row_values[:count], strict=True)))
+        for logprob, row_ids, row_values, count in zip(of_chosen, ids.tolist(), values.tolist(), wanted, strict=True)
+    ]

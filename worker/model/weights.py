@@ -1,0 +1,155 @@
+"""A base model's weights, from safetensors files to the fused tensors the decoder multiplies by.
+
+Owns: which tensors a model of a given config has, their names and shapes, and their fusing (q, k, v; gate, up). Reads
+through memory maps, one layer at a time. A tensor that is missing, misshapen or unaccounted for is refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from loraplex.errors import CorruptArtifact, InvalidBaseModel
+from loraplex.manifest import weight_files
+from worker.model.config import ModelConfig
+
+_UNREAD: Final = re.compile(r"\.rotary_emb\.inv_freq$")  # computed from the config; old checkpoints store it as well
+_FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer; linear weights are [out, in], biases [out] or None."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None
+    """[num_heads + num_kv_heads, head_dim]: the query norm for each query head, then the key norm for each key head."""
+    o: Tensor
+    o_bias: Tensor | None
+    post_attention_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """All of a base model; `lm_head` is `embedding` itself where they are tied, both [vocab, hidden]."""
+
+    embedding: Tensor
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor
+    lm_head: Tensor
+
+
+def load_weights(folder: Path, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> ModelWeights:
+    """Load `folder`'s safetensors onto `device` as `dtype`.
+
+    Raises InvalidBaseModel or CorruptArtifact, naming the tensor or the file.
+    """
+    with ExitStack() as stack:
+        reader = _Reader(folder, stack, device, dtype)
+        embedding = reader.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+        layers = tuple(_load_layer(reader, config, index) for index in range(config.num_layers))
+        norm = reader.take("model.norm.weight", (config.hidden_size,))
+        if config.tied_embeddings:
+            reader.ignore("lm_head.weight")  # some checkpoints store the tied matrix twice
+            lm_head = embedding
+        else:
+            lm_head = reader.take("lm_head.weight", (config.vocab_size, config.hidden_size))
+        reader.refuse_leftovers()
+    return ModelWeights(embedding, layers, norm, lm_head)
+
+
+def _load_layer(reader: _Reader, config: ModelConfig, index: int) -> LayerWeights:
+    prefix = f"model.layers.{index}."
+    hidden, shapes = config.hidden_size, config.module_shapes()
+
+    def fuse(modules: tuple[str, ...], biased: bool) -> tuple[Tensor, Tensor | None]:
+        weights = [reader.take(f"{prefix}{m}.weight", (shapes[m][1], shapes[m][0])) for m in modules]
+        biases = [reader.take(f"{prefix}{m}.bias", (shapes[m][1],)) for m in modules] if biased else []
+        if len(modules) == 1:
+            return weights[0], biases[0] if biased else None
+        return torch.cat(weights), torch.cat(biases) if biased else None
+
+    qkv, qkv_bias = fuse(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), config.qkv_bias)
+    o, o_bias = fuse(("self_attn.o_proj",), config.o_bias)
+    gate_up, gate_up_bias = fuse(("mlp.gate_proj", "mlp.up_proj"), config.mlp_bias)
+    down, down_bias = fuse(("mlp.down_proj",), config.mlp_bias)
+    qk_norm = None
+    if config.qk_norm:
+        q_norm = reader.take(f"{prefix}self_attn.q_norm.weight", (config.head_dim,))
+        k_norm = reader.take(f"{prefix}self_attn.k_norm.weight", (config.head_dim,))
+        qk_norm = torch.stack([q_norm] * config.num_heads + [k_norm] * config.num_kv_heads)
+    return LayerWeights(
+        input_norm=reader.take(f"{prefix}input_layernorm.weight", (hidden,)),
+        qkv=qkv,
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+        o=o,
+        o_bias=o_bias,
+        post_attention_norm=reader.take(f"{prefix}post_attention_layernorm.weight", (hidden,)),
+        gate_up=gate_up,
+        gate_up_bias=gate_up_bias,
+        down=down,
+        down_bias=down_bias,
+    )
+
+
+class _Reader:
+    """Tensors of a folder's files by name, each taken once."""
+
+    def __init__(self, folder: Path, stack: ExitStack, device: torch.device, dtype: torch.dtype) -> None:
+        self._folder, self._device, self._dtype = folder, device, dtype
+        self._handles: dict[str, Any] = {}
+        for file in weight_files(folder):
+            try:
+                handle = stack.enter_context(safe_open(file, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise CorruptArtifact(f"{file} is not a readable safetensors file: {error}", file=file.name) from error
+            self._handles.update((name, handle) for name in handle.keys())  # noqa: SIM118 - not a mapping
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a copy of the tensor on the device; raises InvalidBaseModel if it is not there in this shape."""
+        handle = self._handles.pop(name, None)
+        if handle is None:
+            raise InvalidBaseModel(
+                f"{self._folder}: tensor {name} is missing; config.json asks for it in shape {list(shape)}",
+                field="base",
+                tensor=name,
+            )
+        view = handle.get_slice(name)
+        stored, kind = tuple(view.get_shape()), view.get_dtype()
+        if stored != shape or kind not in _FLOATS:
+            raise InvalidBaseModel(
+                f"{self._folder}: tensor {name} is {kind} {list(stored)}, config.json asks for floats {list(shape)}",
+                field="base",
+                tensor=name,
+            )
+        loaded: Tensor = handle.get_tensor(name)
+        return loaded.to(device=self._device, dtype=self._dtype, copy=True)  # never a view of the mapped file
+
+    def ignore(self, name: str) -> None:
+        """Leave the tensor unread if it is there."""
+        self._handles.pop(name, None)
+
+    def refuse_leftovers(self) -> None:
+        """Raise InvalidBaseModel if a tensor was not taken: the model computes something we would not."""
+        left = sorted(name for name in self._handles if not _UNREAD.search(name))
+        if left:
+            raise InvalidBaseModel(
+                f"{self._folder}: tensor {left[0]} has no place in a model with this config.json"
+                + (f" (nor have {len(left) - 1} others)" if len(left) > 1 else ""),
+                field="base",
+                tensor=left[0],
+            )
