@@ -12,7 +12,7 @@ TORCH := $(shell grep -E '^torch==' constraints.txt)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := loraplex common registry router worker tools bench examples tests
 
-.PHONY: help setup demo up test lint format proto bench clean
+.PHONY: help setup demo up test lint format proto docs bench clean
 
 help: ## Show this help.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 10
@@ -46,7 +46,7 @@ up: $(VENV)/.runtime ## Run a local cluster with the example adapters until Ctrl
 test: $(VENV)/.dev ## Install and run every test.
 	@$(BIN)/python -m pytest
 
-lint: $(VENV)/.dev ## Check style, types, import rules, dependencies, protos and stubs.
+lint: $(VENV)/.dev ## Check style, types, import rules, dependencies, protos, stubs and docs.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(SOURCES)
@@ -54,6 +54,7 @@ lint: $(VENV)/.dev ## Check style, types, import rules, dependencies, protos and
 	$(BIN)/deptry .
 	cd protos && ../$(BIN)/buf lint && ../$(BIN)/buf format --diff --exit-code
 	$(BIN)/python -m tools.generate_protos --check
+	$(BIN)/python -m tools.document_settings --check
 	@tag=$$(git describe --tags --abbrev=0 2>/dev/null || true); if [ -n "$$tag" ]; then \
 		$(BIN)/buf breaking protos --against ".git#tag=$$tag,subdir=protos" || echo "(breaking changes since $$tag: advisory until 1.0)"; \
 	else echo "buf breaking: no tag yet to compare with"; fi
@@ -65,6 +66,9 @@ format: $(VENV)/.dev ## Format the code and the protos.
 
 proto: $(VENV)/.dev ## Generate the gRPC stubs from protos/.
 	$(BIN)/python -m tools.generate_protos
+
+docs: $(VENV)/.dev ## Write docs/configuration.md from the settings classes.
+	$(BIN)/python -m tools.document_settings
 
 bench: $(VENV)/.dev ## Measure serving: base and 8 mixed adapters at 1, 8 and 32 streams; results go to bench/results/.
 	$(BIN)/python -m bench.serving

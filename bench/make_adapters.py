@@ -16,9 +16,11 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 from safetensors.numpy import save_file
 
-from loraplex.manifest import read_safetensors_header, weight_files
+from common.adapter_format.base import KINDS
+from loraplex.manifest import MAX_HEADER_BYTES, weight_files
+from loraplex.safetensors_header import read_header
 
-MODULES: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MODULES: Final = tuple(KINDS)
 _DTYPES: Final[dict[str, DTypeLike]] = {
     "float32": np.float32,
     "float16": np.float16,
@@ -30,11 +32,10 @@ def linear_shapes(base: Path, modules: Sequence[str]) -> dict[str, tuple[int, in
     """Return (out, in) of every weight of the given kinds of modules, by its name without `.weight`."""
     shapes: dict[str, tuple[int, int]] = {}
     for file in weight_files(base):
-        header, _ = read_safetensors_header(file)
-        for name, entry in header.items():
+        for name, entry in read_header(file, max_header_bytes=MAX_HEADER_BYTES).tensors.items():
             module = name.removesuffix(".weight")
             if ".layers." in name and module != name and module.rsplit(".", 1)[-1] in modules:
-                rows, columns = entry["shape"]
+                rows, columns = entry.shape
                 shapes[module] = (rows, columns)
     if not shapes:
         raise SystemExit(f"{base} has none of the modules {', '.join(modules)}")

@@ -11,10 +11,21 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
+from common.telemetry import LogFormat
+from loraplex.address import parse_address
+
+
+def _check_address(text: str) -> str:
+    parse_address(text)
+    return text
+
+
 Port = Annotated[int, Field(ge=0, le=65535)]
+Address = Annotated[str, AfterValidator(_check_address)]
+"""HOST:PORT of another service."""
 
 
 class ServiceSettings(BaseSettings):
@@ -27,7 +38,7 @@ class ServiceSettings(BaseSettings):
     host: str = Field("127.0.0.1", description="address to listen on")
     insecure: bool = Field(False, description="allow an address other than loopback although nothing is encrypted")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe line logged")
-    log_format: Literal["auto", "console", "json"] = Field("auto", description="console lines, JSON, or by terminal")
+    log_format: LogFormat = Field("auto", description="lines for people, JSON, or by whether stderr is a terminal")
 
     @model_validator(mode="after")
     def _loopback_or_insecure(self) -> Self:

@@ -1,4 +1,4 @@
-"""How a service process lives: starts, says it is ready, runs until a signal, drains, stops."""
+"""The signals that end a service process: the first asks it to drain, the second ends it at once."""
 
 from __future__ import annotations
 

@@ -19,11 +19,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
+from loraplex.calls import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
 from loraplex.errors import FailedPrecondition, LoraplexError, to_status
 
 log = structlog.get_logger(__name__)
 
-MAX_MESSAGE_BYTES: Final = 16 * 2**20
 MAX_METADATA_BYTES: Final = 64 * 2**10
 _LAST_STATUS_S: Final = 0.1  # for writing the last status to a health watcher
 
@@ -36,13 +36,8 @@ _SERVER_OPTIONS: Final = (
     ("grpc.keepalive_permit_without_calls", 1),
 )
 _CHANNEL_OPTIONS: Final = (
-    ("grpc.enable_retries", 0),  # the router decides what may be tried again
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    *CHANNEL_OPTIONS,
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.use_local_subchannel_pool", 1),  # one connection per channel: a dead one says nothing about another
@@ -152,15 +147,8 @@ class Server:
         self,
         register: Iterable[Callable[[aio.Server], None]],
         services: Sequence[ServiceDescriptor],
-        *,
-        interceptors: Sequence[aio.ServerInterceptor] = (),
-        max_concurrent_rpcs: int | None = None,
     ) -> None:
-        self._server = aio.server(
-            interceptors=[ErrorInterceptor(), *interceptors],
-            options=list(_SERVER_OPTIONS),
-            maximum_concurrent_rpcs=max_concurrent_rpcs,
-        )
+        self._server = aio.server(interceptors=[ErrorInterceptor()], options=list(_SERVER_OPTIONS))
         self._names = ["", *(service.full_name for service in services)]
         for add in register:
             add(self._server)

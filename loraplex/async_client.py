@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
-import grpc
 from grpc import aio
 
 from loraplex import wire
-from loraplex.calls import CHANNEL_OPTIONS, DEFAULT_REGISTRY, DEFAULT_ROUTER, PAGE_SIZE, Peer, Timeouts
+from loraplex.calls import CHANNEL_OPTIONS, DEFAULT_REGISTRY, DEFAULT_ROUTER, PAGE_SIZE, Page, Peer, Timeouts
 from loraplex.generation import Event, Message, Sampling
 from loraplex.manifest import BaseManifest
+from loraplex.peft_folder import read_adapter_folder
 from loraplex.records import Adapter, AdapterRegistration, BaseModel, BaseRegistration, Model, Worker
-from loraplex.registration import read_adapter_folder, upload_parts
+from loraplex.registration import upload_parts
 from loraplex.registry.v1 import adapter_pb2, adapter_pb2_grpc, base_model_pb2, base_model_pb2_grpc
 from loraplex.router.v1 import (
     fleet_pb2,
@@ -26,13 +25,7 @@ from loraplex.router.v1 import (
     models_pb2_grpc,
 )
 
-
-@contextmanager
-def _calls(peer: Peer) -> Iterator[None]:
-    try:
-        yield
-    except grpc.RpcError as error:
-        raise peer.error(error) from error
+P = TypeVar("P", bound=Page)
 
 
 class AsyncClient:
@@ -82,10 +75,10 @@ class AsyncClient:
         Give one of `prompt` (plain text), `messages` (rendered with the chat template) and `token_ids`.
         """
         request = wire.generate_request(model, prompt, messages, token_ids, sampling)
-        with _calls(self._router):
+        with self._router.calls():
             call = self._inference.Generate(
                 request,
-                timeout=timeout_s or self.timeouts.generate_s,
+                timeout=self.timeouts.generate_s if timeout_s is None else timeout_s,
                 metadata=wire.metadata(self.min_revision, request_id),
             )
             try:
@@ -102,7 +95,7 @@ class AsyncClient:
         `base_id` may be empty where exactly one base is registered. The folder is read on the event loop's thread.
         """
         folder = read_adapter_folder(Path(path))
-        with _calls(self._registry):
+        with self._registry.calls():
             response = await self._adapters.UploadArtifact(
                 upload_parts(folder, name, base_id, progress), timeout=self.timeouts.upload_s
             )
@@ -111,7 +104,7 @@ class AsyncClient:
 
     async def get_adapter(self, name: str) -> Adapter:
         """Return an adapter with all its versions. Raises AdapterNotFound."""
-        with _calls(self._registry):
+        with self._registry.calls():
             response = await self._adapters.GetAdapter(
                 adapter_pb2.GetAdapterRequest(name=name), timeout=self.timeouts.call_s
             )
@@ -119,20 +112,18 @@ class AsyncClient:
 
     async def list_adapters(self) -> AsyncIterator[Adapter]:
         """Yield all adapters by name."""
-        token, more = "", True
-        while more:
-            with _calls(self._registry):
-                page = await self._adapters.ListAdapters(
-                    adapter_pb2.ListAdaptersRequest(page_size=PAGE_SIZE, page_token=token),
-                    timeout=self.timeouts.call_s,
-                )
+
+        async def ask(token: str) -> adapter_pb2.ListAdaptersResponse:
+            request = adapter_pb2.ListAdaptersRequest(page_size=PAGE_SIZE, page_token=token)
+            return await self._adapters.ListAdapters(request, timeout=self.timeouts.call_s)
+
+        async for page in _pages(self._registry, ask):
             for message in page.adapters:
                 yield wire.adapter(message)
-            token, more = page.next_page_token, bool(page.next_page_token)
 
     async def remove_adapter(self, name: str) -> int:
         """Delete an adapter with its versions; return the revision without it. Raises AdapterNotFound."""
-        with _calls(self._registry):
+        with self._registry.calls():
             response = await self._adapters.DeleteAdapter(
                 adapter_pb2.DeleteAdapterRequest(name=name), timeout=self.timeouts.call_s
             )
@@ -141,28 +132,28 @@ class AsyncClient:
 
     async def add_base(self, base_id: str, manifest: BaseManifest) -> BaseRegistration:
         """Register a base model by its manifest (see `loraplex.manifest.read_manifest`)."""
-        request = base_model_pb2.CreateBaseModelRequest(base_id=base_id, manifest=wire.manifest_message(manifest))
-        with _calls(self._registry):
+        request = base_model_pb2.CreateBaseModelRequest(
+            base_id=base_id, manifest=wire.manifest_message(manifest, manifest.digest())
+        )
+        with self._registry.calls():
             response = await self._bases.CreateBaseModel(request, timeout=self.timeouts.call_s)
         self._seen(response.revision)
         return BaseRegistration(wire.base_model(response.base_model), response.revision)
 
     async def list_bases(self) -> AsyncIterator[BaseModel]:
         """Yield all base models by id."""
-        token, more = "", True
-        while more:
-            with _calls(self._registry):
-                page = await self._bases.ListBaseModels(
-                    base_model_pb2.ListBaseModelsRequest(page_size=PAGE_SIZE, page_token=token),
-                    timeout=self.timeouts.call_s,
-                )
+
+        async def ask(token: str) -> base_model_pb2.ListBaseModelsResponse:
+            request = base_model_pb2.ListBaseModelsRequest(page_size=PAGE_SIZE, page_token=token)
+            return await self._bases.ListBaseModels(request, timeout=self.timeouts.call_s)
+
+        async for page in _pages(self._registry, ask):
             for message in page.base_models:
                 yield wire.base_model(message)
-            token, more = page.next_page_token, bool(page.next_page_token)
 
     async def get_model(self, name: str) -> Model:
         """Return what the router knows of a model. Raises ModelNotFound."""
-        with _calls(self._router):
+        with self._router.calls():
             response = await self._models.GetModel(
                 models_pb2.GetModelRequest(name=name),
                 timeout=self.timeouts.call_s,
@@ -172,29 +163,36 @@ class AsyncClient:
 
     async def list_models(self) -> AsyncIterator[Model]:
         """Yield what the router serves: bases, then adapters by name."""
-        token, more = "", True
-        while more:
-            with _calls(self._router):
-                page = await self._models.ListModels(
-                    models_pb2.ListModelsRequest(page_size=PAGE_SIZE, page_token=token),
-                    timeout=self.timeouts.call_s,
-                    metadata=wire.metadata(self.min_revision),
-                )
+
+        async def ask(token: str) -> models_pb2.ListModelsResponse:
+            request = models_pb2.ListModelsRequest(page_size=PAGE_SIZE, page_token=token)
+            metadata = wire.metadata(self.min_revision)
+            return await self._models.ListModels(request, timeout=self.timeouts.call_s, metadata=metadata)
+
+        async for page in _pages(self._router, ask):
             for message in page.models:
                 yield wire.model(message)
-            token, more = page.next_page_token, bool(page.next_page_token)
 
     async def list_workers(self) -> AsyncIterator[Worker]:
         """Yield the workers the router knows, by id."""
-        token, more = "", True
-        while more:
-            with _calls(self._router):
-                page = await self._fleet.ListWorkers(
-                    fleet_pb2.ListWorkersRequest(page_size=PAGE_SIZE, page_token=token), timeout=self.timeouts.call_s
-                )
+
+        async def ask(token: str) -> fleet_pb2.ListWorkersResponse:
+            request = fleet_pb2.ListWorkersRequest(page_size=PAGE_SIZE, page_token=token)
+            return await self._fleet.ListWorkers(request, timeout=self.timeouts.call_s)
+
+        async for page in _pages(self._router, ask):
             for message in page.workers:
                 yield wire.worker(message)
-            token, more = page.next_page_token, bool(page.next_page_token)
 
     def _seen(self, revision: int) -> None:
         self.min_revision = max(self.min_revision, revision)
+
+
+async def _pages(peer: Peer, ask: Callable[[str], Awaitable[P]]) -> AsyncIterator[P]:
+    """Yield the pages of a list; `ask` gets one by its token."""
+    token: str | None = ""
+    while token is not None:
+        with peer.calls():
+            page = await ask(token)
+        yield page
+        token = page.next_page_token or None

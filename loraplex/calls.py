@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, Protocol, cast
 
 import grpc
 
-from loraplex.errors import DeadlineExceeded, LoraplexError, RegistryUnavailable, Unavailable, from_rpc_error
+from loraplex.errors import (
+    DeadlineExceeded,
+    LoraplexError,
+    RegistryUnavailable,
+    Unavailable,
+    carries_details,
+    from_rpc_error,
+)
 
 DEFAULT_ROUTER: Final = "127.0.0.1:50050"
 DEFAULT_REGISTRY: Final = "127.0.0.1:50051"
 PAGE_SIZE: Final = 500
 
-_MAX_MESSAGE_BYTES: Final = 16 * 2**20
+MAX_MESSAGE_BYTES: Final = 16 * 2**20
 CHANNEL_OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
     ("grpc.enable_retries", 0),  # the router decides what may be tried again
-    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
+
+
+class Page(Protocol):
+    """A response of a list method; an empty token ends the list."""
+
+    next_page_token: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +55,19 @@ class Peer:
     service: Literal["router", "registry"]
     address: str
 
+    @contextmanager
+    def calls(self) -> Iterator[None]:
+        """Raise the typed error of a call to this peer that fails in the block."""
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise self.error(error) from error
+
     def error(self, error: grpc.RpcError) -> LoraplexError:
         """Return the typed error behind a failed call; what gRPC itself says is put into words that name the peer."""
         typed = from_rpc_error(error)
         call = cast("Any", error)
-        if any(key == "grpc-status-details-bin" for key, _ in call.trailing_metadata() or ()):
+        if carries_details(error):
             return typed  # the service's own words
         code: grpc.StatusCode = call.code()
         if code is grpc.StatusCode.UNAVAILABLE:

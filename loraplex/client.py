@@ -16,16 +16,15 @@ catalog. One client may be used by many threads (`Client`) or tasks (`AsyncClien
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import grpc
 
 from loraplex import wire
 from loraplex.async_client import AsyncClient
-from loraplex.calls import CHANNEL_OPTIONS, DEFAULT_REGISTRY, DEFAULT_ROUTER, PAGE_SIZE, Peer, Timeouts
+from loraplex.calls import CHANNEL_OPTIONS, DEFAULT_REGISTRY, DEFAULT_ROUTER, PAGE_SIZE, Page, Peer, Timeouts
 from loraplex.generation import (
     Choice,
     ChoiceFinished,
@@ -39,8 +38,9 @@ from loraplex.generation import (
     gather,
 )
 from loraplex.manifest import BaseManifest
+from loraplex.peft_folder import read_adapter_folder
 from loraplex.records import Adapter, AdapterRegistration, BaseModel, BaseRegistration, Model, Worker
-from loraplex.registration import read_adapter_folder, upload_parts
+from loraplex.registration import upload_parts
 from loraplex.registry.v1 import adapter_pb2, adapter_pb2_grpc, base_model_pb2, base_model_pb2_grpc
 from loraplex.router.v1 import (
     fleet_pb2,
@@ -66,13 +66,7 @@ __all__ = [
     "gather",
 ]
 
-
-@contextmanager
-def _calls(peer: Peer) -> Iterator[None]:
-    try:
-        yield
-    except grpc.RpcError as error:
-        raise peer.error(error) from error
+P = TypeVar("P", bound=Page)
 
 
 class Client:
@@ -122,10 +116,10 @@ class Client:
         Give one of `prompt` (plain text), `messages` (rendered with the chat template) and `token_ids`.
         """
         request = wire.generate_request(model, prompt, messages, token_ids, sampling)
-        with _calls(self._router):
+        with self._router.calls():
             call = self._inference.Generate(
                 request,
-                timeout=timeout_s or self.timeouts.generate_s,
+                timeout=self.timeouts.generate_s if timeout_s is None else timeout_s,
                 metadata=wire.metadata(self.min_revision, request_id),
             )
             try:
@@ -142,7 +136,7 @@ class Client:
         `base_id` may be empty where exactly one base is registered.
         """
         folder = read_adapter_folder(Path(path))
-        with _calls(self._registry):
+        with self._registry.calls():
             response = self._adapters.UploadArtifact(
                 upload_parts(folder, name, base_id, progress), timeout=self.timeouts.upload_s
             )
@@ -151,25 +145,23 @@ class Client:
 
     def get_adapter(self, name: str) -> Adapter:
         """Return an adapter with all its versions. Raises AdapterNotFound."""
-        with _calls(self._registry):
+        with self._registry.calls():
             response = self._adapters.GetAdapter(adapter_pb2.GetAdapterRequest(name=name), timeout=self.timeouts.call_s)
         return wire.adapter(response.adapter)
 
     def list_adapters(self) -> Iterator[Adapter]:
         """Yield all adapters by name."""
-        token, more = "", True
-        while more:
-            with _calls(self._registry):
-                page = self._adapters.ListAdapters(
-                    adapter_pb2.ListAdaptersRequest(page_size=PAGE_SIZE, page_token=token),
-                    timeout=self.timeouts.call_s,
-                )
+
+        def ask(token: str) -> adapter_pb2.ListAdaptersResponse:
+            request = adapter_pb2.ListAdaptersRequest(page_size=PAGE_SIZE, page_token=token)
+            return self._adapters.ListAdapters(request, timeout=self.timeouts.call_s)
+
+        for page in _pages(self._registry, ask):
             yield from map(wire.adapter, page.adapters)
-            token, more = page.next_page_token, bool(page.next_page_token)
 
     def remove_adapter(self, name: str) -> int:
         """Delete an adapter with its versions; return the revision without it. Raises AdapterNotFound."""
-        with _calls(self._registry):
+        with self._registry.calls():
             response = self._adapters.DeleteAdapter(
                 adapter_pb2.DeleteAdapterRequest(name=name), timeout=self.timeouts.call_s
             )
@@ -178,27 +170,27 @@ class Client:
 
     def add_base(self, base_id: str, manifest: BaseManifest) -> BaseRegistration:
         """Register a base model by its manifest (see `loraplex.manifest.read_manifest`)."""
-        request = base_model_pb2.CreateBaseModelRequest(base_id=base_id, manifest=wire.manifest_message(manifest))
-        with _calls(self._registry):
+        request = base_model_pb2.CreateBaseModelRequest(
+            base_id=base_id, manifest=wire.manifest_message(manifest, manifest.digest())
+        )
+        with self._registry.calls():
             response = self._bases.CreateBaseModel(request, timeout=self.timeouts.call_s)
         self._seen(response.revision)
         return BaseRegistration(wire.base_model(response.base_model), response.revision)
 
     def list_bases(self) -> Iterator[BaseModel]:
         """Yield all base models by id."""
-        token, more = "", True
-        while more:
-            with _calls(self._registry):
-                page = self._bases.ListBaseModels(
-                    base_model_pb2.ListBaseModelsRequest(page_size=PAGE_SIZE, page_token=token),
-                    timeout=self.timeouts.call_s,
-                )
+
+        def ask(token: str) -> base_model_pb2.ListBaseModelsResponse:
+            request = base_model_pb2.ListBaseModelsRequest(page_size=PAGE_SIZE, page_token=token)
+            return self._bases.ListBaseModels(request, timeout=self.timeouts.call_s)
+
+        for page in _pages(self._registry, ask):
             yield from map(wire.base_model, page.base_models)
-            token, more = page.next_page_token, bool(page.next_page_token)
 
     def get_model(self, name: str) -> Model:
         """Return what the router knows of a model. Raises ModelNotFound."""
-        with _calls(self._router):
+        with self._router.calls():
             response = self._models.GetModel(
                 models_pb2.GetModelRequest(name=name),
                 timeout=self.timeouts.call_s,
@@ -208,27 +200,34 @@ class Client:
 
     def list_models(self) -> Iterator[Model]:
         """Yield what the router serves: bases, then adapters by name."""
-        token, more = "", True
-        while more:
-            with _calls(self._router):
-                page = self._models.ListModels(
-                    models_pb2.ListModelsRequest(page_size=PAGE_SIZE, page_token=token),
-                    timeout=self.timeouts.call_s,
-                    metadata=wire.metadata(self.min_revision),
-                )
+
+        def ask(token: str) -> models_pb2.ListModelsResponse:
+            request = models_pb2.ListModelsRequest(page_size=PAGE_SIZE, page_token=token)
+            metadata = wire.metadata(self.min_revision)
+            return self._models.ListModels(request, timeout=self.timeouts.call_s, metadata=metadata)
+
+        for page in _pages(self._router, ask):
             yield from map(wire.model, page.models)
-            token, more = page.next_page_token, bool(page.next_page_token)
 
     def list_workers(self) -> Iterator[Worker]:
         """Yield the workers the router knows, by id."""
-        token, more = "", True
-        while more:
-            with _calls(self._router):
-                page = self._fleet.ListWorkers(
-                    fleet_pb2.ListWorkersRequest(page_size=PAGE_SIZE, page_token=token), timeout=self.timeouts.call_s
-                )
+
+        def ask(token: str) -> fleet_pb2.ListWorkersResponse:
+            request = fleet_pb2.ListWorkersRequest(page_size=PAGE_SIZE, page_token=token)
+            return self._fleet.ListWorkers(request, timeout=self.timeouts.call_s)
+
+        for page in _pages(self._router, ask):
             yield from map(wire.worker, page.workers)
-            token, more = page.next_page_token, bool(page.next_page_token)
 
     def _seen(self, revision: int) -> None:
         self.min_revision = max(self.min_revision, revision)
+
+
+def _pages(peer: Peer, ask: Callable[[str], P]) -> Iterator[P]:
+    """Yield the pages of a list; `ask` gets one by its token."""
+    token: str | None = ""
+    while token is not None:
+        with peer.calls():
+            page = ask(token)
+        yield page
+        token = page.next_page_token or None

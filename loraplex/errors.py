@@ -25,6 +25,7 @@
     │   ├── NoSpace                    RESOURCE_EXHAUSTED   NO_SPACE
     │   └── DeadlineUnreachable        RESOURCE_EXHAUSTED   DEADLINE_UNREACHABLE
     ├── DeadlineExceeded               DEADLINE_EXCEEDED    DEADLINE_EXCEEDED
+    │   └── RequestTimeout             DEADLINE_EXCEEDED    REQUEST_TIMEOUT
     ├── Cancelled                      CANCELLED            CANCELLED
     └── Unavailable                    UNAVAILABLE          UNAVAILABLE
         ├── NoWorker                   UNAVAILABLE          NO_WORKER
@@ -47,6 +48,10 @@ import grpc
 from google.rpc import error_details_pb2, status_pb2
 
 DOMAIN = "loraplex"
+_DETAILS_KEY = "grpc-status-details-bin"
+# A status travels in the trailers, and gRPC drops those over 8 KiB with all they say; messages quote what clients sent.
+_MAX_MESSAGE_BYTES = 1200
+_MAX_FACT_BYTES = 600
 
 
 class LoraplexError(Exception):
@@ -217,6 +222,12 @@ class DeadlineExceeded(LoraplexError):
     reason = "DEADLINE_EXCEEDED"
 
 
+class RequestTimeout(DeadlineExceeded):
+    """The client did not send its whole request in time."""
+
+    reason = "REQUEST_TIMEOUT"
+
+
 class Cancelled(LoraplexError):
     """The caller went away."""
 
@@ -283,10 +294,16 @@ for _cls in _subclasses(LoraplexError):  # parents come first, so the most gener
     _BY_CODE.setdefault(_cls.code.value[0], _cls)
 
 
+def _cut(text: str, limit_bytes: int) -> str:
+    raw = text.encode(errors="replace")
+    return text if len(raw) <= limit_bytes else raw[: limit_bytes - 3].decode(errors="ignore") + "..."
+
+
 def to_status(error: LoraplexError) -> status_pb2.Status:
     """Return the google.rpc.Status that carries `error` over gRPC, with one ErrorInfo and RetryInfo where known."""
-    status = status_pb2.Status(code=error.code.value[0], message=error.message)
-    status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata))
+    status = status_pb2.Status(code=error.code.value[0], message=_cut(error.message, _MAX_MESSAGE_BYTES))
+    facts = {key: _cut(value, _MAX_FACT_BYTES) for key, value in error.metadata.items()}
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=facts))
     if error.retry_after_s is not None:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromNanoseconds(int(error.retry_after_s * 1e9))
@@ -312,11 +329,16 @@ def from_status(status: status_pb2.Status) -> LoraplexError:
     return error
 
 
+def carries_details(error: grpc.RpcError) -> bool:
+    """Tell whether a failed call has a google.rpc.Status: the service's own words, not gRPC's."""
+    return any(key == _DETAILS_KEY for key, _ in cast("Any", error).trailing_metadata() or ())
+
+
 def from_rpc_error(error: grpc.RpcError) -> LoraplexError:
     """Return the typed error behind an RpcError of a sync or aio call."""
     call = cast("Any", error)  # grpc raises objects that are both RpcError and Call (or AioRpcError)
     for key, value in call.trailing_metadata() or ():
-        if key == "grpc-status-details-bin":
+        if key == _DETAILS_KEY:
             return from_status(status_pb2.Status.FromString(value))
     code: grpc.StatusCode = call.code()
     cls = _BY_CODE.get(code.value[0], LoraplexError)

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import mmap
-import os
-import tempfile
+import secrets
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from loraplex.errors import CorruptArtifact, InvalidBaseModel
+from loraplex.digests import digest_of
+from loraplex.errors import InvalidBaseModel
+from loraplex.safetensors_header import read_header
 
 _VOLATILE_CONFIG: Final = ("_name_or_path", "transformers_version")
-_MAX_HEADER_BYTES: Final = 100 * 2**20
+MAX_HEADER_BYTES: Final = 100 * 2**20  # the format's own limit
 _HASH_STEP: Final = 2**24
 
 
@@ -51,13 +54,7 @@ class BaseManifest:
     @property
     def num_parameters(self) -> int:
         """Number of stored weights."""
-        total = 0
-        for tensor in self.tensors:
-            count = 1
-            for size in tensor.shape:
-                count *= size
-            total += count
-        return total
+        return sum(math.prod(tensor.shape) for tensor in self.tensors)
 
     def digest(self) -> str:
         """Lower-case hex SHA-256 over everything that changes an answer, as canonical JSON."""
@@ -68,34 +65,7 @@ class BaseManifest:
             "chat_template": self.chat_template_sha256,
             "tensors": [[t.name, t.dtype, list(t.shape), t.sha256] for t in self.tensors],
         }
-        return hashlib.sha256(json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def read_safetensors_header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    """Return the header's tensor entries and the offset of the data. Raises CorruptArtifact, naming the file."""
-    try:
-        with file.open("rb") as stream:
-            prefix = stream.read(8)
-            length = int.from_bytes(prefix, "little")
-            size = file.stat().st_size
-            if len(prefix) < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
-                raise CorruptArtifact(f"{file.name} is not a safetensors file or is truncated", file=file.name)
-            header = json.loads(stream.read(length))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CorruptArtifact(f"{file.name} has a damaged safetensors header", file=file.name) from error
-    if not isinstance(header, dict):
-        raise CorruptArtifact(f"{file.name} has a damaged safetensors header", file=file.name)
-    header.pop("__metadata__", None)
-    for name, entry in header.items():
-        try:
-            start, end = entry["data_offsets"]
-            well_formed = 0 <= start <= end <= size - 8 - length and isinstance(entry["dtype"], str)
-            well_formed = well_formed and all(isinstance(n, int) and n >= 0 for n in entry["shape"])
-        except (KeyError, TypeError, ValueError):
-            well_formed = False
-        if not well_formed:
-            raise CorruptArtifact(f"{file.name}: tensor {name} lies outside the file; it is truncated", tensor=name)
-    return header, 8 + length
+        return digest_of(facts)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -133,15 +103,15 @@ def chat_template(folder: Path) -> str | None:
 
 
 def _hash_tensors(file: Path, progress: Callable[[int], None]) -> Iterator[TensorInfo]:
-    header, data = read_safetensors_header(file)
+    header = read_header(file, max_header_bytes=MAX_HEADER_BYTES)
     with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        for name, entry in sorted(header.items()):
-            start, end = (data + offset for offset in entry["data_offsets"])
+        for name, entry in sorted(header.tensors.items()):
             digest = hashlib.sha256()
-            for at in range(start, end, _HASH_STEP):
-                digest.update(mapped[at : min(end, at + _HASH_STEP)])
-                progress(min(end, at + _HASH_STEP) - at)
-            yield TensorInfo(name, tuple(entry["shape"]), entry["dtype"], digest.hexdigest())
+            for at in range(entry.start, entry.stop, _HASH_STEP):
+                step = mapped[at : min(entry.stop, at + _HASH_STEP)]
+                digest.update(step)
+                progress(len(step))
+            yield TensorInfo(name, entry.shape, entry.dtype, digest.hexdigest())
 
 
 def _fingerprint(folder: Path) -> str:
@@ -186,15 +156,29 @@ def read_manifest(
         ),
     )
     if cached:
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=cached.parent, delete=False) as scratch:
-            scratch.write(json.dumps(asdict(manifest)))
-        os.replace(scratch.name, cached)  # noqa: PTH105 - atomic by name
+        with suppress(OSError):  # a full or read-only disk is only a slow start next time
+            _keep(cached, manifest_to_json(manifest))
     return manifest
 
 
+def _keep(file: Path, text: str) -> None:
+    """Write `file` whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    scratch = file.with_suffix(f".{secrets.token_hex(4)}")
+    try:
+        scratch.write_text(text)
+        scratch.replace(file)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def manifest_to_json(manifest: BaseManifest) -> str:
+    """Return the manifest as one line, to be kept."""
+    return json.dumps(asdict(manifest), separators=(",", ":"))
+
+
 def manifest_from_json(text: str) -> BaseManifest:
-    """Rebuild a manifest from `json.dumps(dataclasses.asdict(manifest))`."""
+    """Return the manifest that `manifest_to_json` wrote. Raises ValueError, KeyError or TypeError for anything else."""
     raw = json.loads(text)
     tensors = tuple(TensorInfo(t["name"], tuple(t["shape"]), t["dtype"], t["sha256"]) for t in raw["tensors"])
     return BaseManifest(raw["config_json"], raw["tokenizer_sha256"], raw["chat_template_sha256"], tensors)

@@ -22,13 +22,11 @@ from loraplex.generation import (
     Usage,
 )
 from loraplex.manifest import BaseManifest
+from loraplex.metadata_keys import MIN_REVISION_KEY, REQUEST_ID_KEY
 from loraplex.records import Adapter, AdapterVersion, BaseModel, Model, Worker, WorkerAdapter
 from loraplex.registry.v1 import adapter_pb2, base_model_pb2
 from loraplex.router.v1 import fleet_pb2, inference_pb2, models_pb2
 from loraplex.types.v1 import generation_pb2, sampling_pb2
-
-MIN_REVISION_KEY: Final = "x-loraplex-min-revision"
-REQUEST_ID_KEY: Final = "x-loraplex-request-id"
 
 _TIERS: Final = {
     generation_pb2.ADAPTER_TIER_UNSPECIFIED: "",
@@ -164,10 +162,10 @@ def base_model(message: base_model_pb2.BaseModel) -> BaseModel:
     )
 
 
-def manifest_message(manifest: BaseManifest) -> base_model_pb2.BaseModelManifest:
-    """Return the message of a manifest, with its digest."""
+def manifest_message(manifest: BaseManifest, digest: str) -> base_model_pb2.BaseModelManifest:
+    """Return the message of a manifest and its digest."""
     return base_model_pb2.BaseModelManifest(
-        digest=manifest.digest(),
+        digest=digest,
         config_json=manifest.config_json,
         tokenizer_sha256=manifest.tokenizer_sha256,
         chat_template_sha256=manifest.chat_template_sha256,

@@ -6,19 +6,17 @@ renamed. Knows nothing of SQL; who still needs which digest is asked of the stor
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO
 
+from common.disk import is_full, sync_folder
+from loraplex.digests import is_digest
 from loraplex.errors import ArtifactNotFound, InvalidParameter, NoSpace
-from registry.domain import is_sha256
-
-_OUT_OF_SPACE: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 class ArtifactFolder:
@@ -62,14 +60,14 @@ class ArtifactFolder:
             target.parent.mkdir(exist_ok=True)
             file.replace(target)
             for folder in (target.parent, self._artifacts):
-                _sync_folder(folder)
+                sync_folder(folder)
 
     def open_artifact(self, digest: str) -> tuple[BinaryIO, int]:
         """Return an open file and its size in bytes; it stays readable when the artifact is removed meanwhile.
 
         Raises InvalidParameter for what is no digest and ArtifactNotFound.
         """
-        if not is_sha256(digest):
+        if not is_digest(digest):
             raise InvalidParameter("artifact_digest must be 64 lower-case hex characters", field="artifact_digest")
         try:
             stream = self._path(digest).open("rb")
@@ -85,7 +83,7 @@ class ArtifactFolder:
     def digests(self) -> Iterator[str]:
         """Walk all stored digests."""
         for file in self._artifacts.glob("??/*.safetensors"):
-            if is_sha256(file.stem):
+            if is_digest(file.stem):
                 yield file.stem
 
     def _path(self, digest: str) -> Path:
@@ -98,14 +96,6 @@ def full_disk_is_no_space() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _OUT_OF_SPACE:
+        if is_full(error):
             raise NoSpace("the registry's disk is full; delete adapters or enlarge the disk") from error
         raise
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -5,24 +5,24 @@ Pure: no I/O, no clock (times are arguments, in microseconds since the epoch), n
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from common.adapter_format.base import KINDS, BaseLinears, kind_of, layer_of, read_linears
 from common.adapter_format.packed import PackedAdapter
+from common.tenancy import DEFAULT_TENANT
+from common.wording import shown
+from loraplex.digests import is_digest
 from loraplex.errors import AlreadyExists, InvalidBaseModel, InvalidName
 from loraplex.manifest import BaseManifest
 
-TENANT: Final = "default"
 ARCHITECTURES: Final = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 _ADAPTER_NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _BASE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
-_SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _MAX_PARAMETERS: Final = 10**15
+_MAX_DIMENSIONS: Final = 8
 _DTYPE_ORDER: Final = ("BF16", "F16", "F32")
 
 
@@ -95,7 +95,7 @@ def check_adapter_name(name: str) -> str:
     """Return `name` if it keeps to the grammar. Raises InvalidName."""
     if not _ADAPTER_NAME.fullmatch(name):
         raise InvalidName(
-            f"{_shown(name)} is no adapter name: use 1 to 63 of a-z, 0-9, '.', '_' and '-', starting with a letter or "
+            f"{shown(name)} is no adapter name: use 1 to 63 of a-z, 0-9, '.', '_' and '-', starting with a letter or "
             "digit",
             field="name",
         )
@@ -106,16 +106,11 @@ def check_base_id(base_id: str) -> str:
     """Return `base_id` if it keeps to the grammar. Raises InvalidName."""
     if not _BASE_ID.fullmatch(base_id):
         raise InvalidName(
-            f"{_shown(base_id)} is no base id: use 'name' or 'owner/name', each 1 to 96 of letters, digits, '.', '_' "
+            f"{shown(base_id)} is no base id: use 'name' or 'owner/name', each 1 to 96 of letters, digits, '.', '_' "
             "and '-', starting with a letter or digit",
             field="base_id",
         )
     return base_id
-
-
-def is_sha256(text: str) -> bool:
-    """Tell whether `text` is a lower-case hex SHA-256."""
-    return bool(_SHA256.fullmatch(text))
 
 
 def describe_base(base_id: str, manifest: BaseManifest, claimed_digest: str, now_us: int) -> BaseModelRecord:
@@ -126,22 +121,25 @@ def describe_base(base_id: str, manifest: BaseManifest, claimed_digest: str, now
     hashes = [manifest.tokenizer_sha256, *(tensor.sha256 for tensor in manifest.tensors)]
     if manifest.chat_template_sha256:
         hashes.append(manifest.chat_template_sha256)
-    if not all(is_sha256(digest) for digest in hashes):
+    if not all(is_digest(digest) for digest in hashes):
         raise InvalidBaseModel("the manifest's hashes must be lower-case hex SHA-256", field="manifest")
-    if manifest.num_parameters > _MAX_PARAMETERS:
+    # Dimensions first: a product of many large sizes would take hours to compute.
+    if any(len(tensor.shape) > _MAX_DIMENSIONS for tensor in manifest.tensors) or (
+        manifest.num_parameters > _MAX_PARAMETERS
+    ):
         raise InvalidBaseModel("the manifest's shapes are larger than any model", field="manifest.tensors")
     config = _config(manifest)
     architectures = config.get("architectures")
     architecture = architectures[0] if isinstance(architectures, list) and architectures else None
     if architecture not in ARCHITECTURES:
         raise InvalidBaseModel(
-            f"architecture {_shown(architecture)} is not supported; supported are {', '.join(ARCHITECTURES)}",
+            f"architecture {shown(architecture)} is not supported; supported are {', '.join(ARCHITECTURES)}",
             field="manifest.config_json",
         )
     linears = read_linears(manifest)
     if linears.base_digest != claimed_digest:
         raise InvalidBaseModel(
-            f"the manifest's digest is {linears.base_digest}, not {_shown(claimed_digest)}; compute it again",
+            f"the manifest's digest is {linears.base_digest}, not {shown(claimed_digest)}; compute it again",
             field="manifest.digest",
         )
     _check_layers(linears, config.get("num_hidden_layers"))
@@ -161,7 +159,7 @@ def _config(manifest: BaseManifest) -> dict[str, Any]:
 def _check_layers(linears: BaseLinears, num_layers: Any) -> None:
     if not isinstance(num_layers, int) or isinstance(num_layers, bool) or num_layers < 1:
         raise InvalidBaseModel(
-            f"num_hidden_layers is {_shown(num_layers)}, not a positive integer", field="manifest.config_json"
+            f"num_hidden_layers is {shown(num_layers)}, not a positive integer", field="manifest.config_json"
         )
     num_found = len(linears.shapes)
     if num_found != num_layers * len(KINDS) or max(map(layer_of, linears.shapes)) != num_layers - 1:
@@ -191,6 +189,16 @@ def describe_version(
     )
 
 
+def check_same_base(existing: AdapterRecord, base_id: str) -> None:
+    """Raise AlreadyExists where the adapter belongs to another base."""
+    if existing.base_id != base_id:
+        raise AlreadyExists(
+            f"adapter {existing.name} belongs to base {existing.base_id}; delete it first or choose another name for "
+            "this one",
+            field="name",
+        )
+
+
 def cut_over(existing: AdapterRecord | None, name: str, base_id: str, version: VersionRecord) -> AdapterRecord:
     """Make `version` the current one of the adapter `name`; returns `existing` itself where that changes nothing.
 
@@ -199,12 +207,8 @@ def cut_over(existing: AdapterRecord | None, name: str, base_id: str, version: V
     """
     now_us = version.create_time_us
     if existing is None:
-        return AdapterRecord(TENANT, name, base_id, version.version_digest, (version,), now_us, now_us)
-    if existing.base_id != base_id:
-        raise AlreadyExists(
-            f"adapter {name} belongs to base {existing.base_id}; delete it first or choose another name for this one",
-            field="name",
-        )
+        return AdapterRecord(DEFAULT_TENANT, name, base_id, version.version_digest, (version,), now_us, now_us)
+    check_same_base(existing, base_id)
     versions = existing.versions
     known = next((v for v in versions if v.version_digest == version.version_digest), None)
     if known is None:
@@ -215,15 +219,3 @@ def cut_over(existing: AdapterRecord | None, name: str, base_id: str, version: V
     elif existing.current == version.version_digest:
         return existing
     return replace(existing, current=version.version_digest, versions=versions, update_time_us=now_us)
-
-
-def listing(names: Iterable[str], limit: int = 10) -> str:
-    """Return "a, b, c" or, of many, the first `limit` and how many more there are."""
-    names = sorted(names)
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -25,10 +25,10 @@ class RegistrySettings(ServiceSettings):
     )
     max_upload_bytes: Annotated[int, Field(ge=2**10)] = Field(2**30, description="largest upload accepted, in bytes")
     max_concurrent_uploads: Annotated[int, Field(ge=1)] = Field(8, description="uploads received at a time; more wait")
-    upload_idle_timeout_s: Annotated[float, Field(gt=0)] = Field(60.0, description="longest silence in an upload")
+    upload_idle_timeout_s: Annotated[float, Field(gt=0)] = Field(60.0, description="seconds an upload may be silent")
     keep_changes: Annotated[int, Field(ge=1)] = Field(10_000, description="transactions kept for watchers that resume")
-    heartbeat_s: Annotated[float, Field(gt=0)] = Field(5.0, description="time between a watcher's heartbeats")
-    drain_timeout_s: Annotated[float, Field(ge=0)] = Field(10.0, description="time that running calls get at shutdown")
+    heartbeat_s: Annotated[float, Field(gt=0)] = Field(5.0, description="seconds between a watcher's heartbeats")
+    drain_timeout_s: Annotated[float, Field(ge=0)] = Field(10.0, description="seconds running calls get in a drain")
 
     @field_validator("database_url")
     @classmethod

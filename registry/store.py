@@ -183,7 +183,7 @@ class Store:
                     transaction = WriteTransaction(connection, (await connection.execute(next_revision)).scalar_one())
                     yield transaction
                     if not transaction.entries:
-                        transaction.revision -= 1
+                        transaction.revision -= 1  # what the caller tells of is the revision that stays
                         await sql_transaction.rollback()
                         return
                     await self._log(connection, transaction)

@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import Final
 
 from loraplex.errors import CatalogBehind, InvalidParameter, ModelNotFound, RegistryUnavailable
+from loraplex.metadata_keys import MIN_REVISION_KEY
 
-MIN_REVISION_KEY: Final = "x-loraplex-min-revision"
 MIN_PREFIX: Final = 12
 MIN_REVISION_WAIT_S: Final = 2.0
 _HEX = re.compile(r"[0-9a-f]+")

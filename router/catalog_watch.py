@@ -14,14 +14,15 @@ from typing import Final
 import structlog
 from grpc import aio
 
+from common.backoff import Backoff
 from common.rpc import open_channel
 from loraplex.registry.v1 import adapter_pb2, adapter_pb2_grpc
-from router.backoff import Backoff
 from router.catalog import Adapter, Base, Catalog, CatalogSnapshot, DeletedAdapter, Entry, Version
 
 log = structlog.get_logger(__name__)
 
 SILENCE_S: Final = 15.0
+RECONNECT: Final = Backoff(first_s=0.1, longest_s=1.0)
 _REMIND_S: Final = 10.0
 
 
@@ -74,7 +75,8 @@ class CatalogWatch:
         self._catalog = catalog
         self._address = address
         self._silence_s = silence_s
-        self._backoff = Backoff(rng or random.Random())  # noqa: S311 - jitter, not a secret
+        self._rng = rng or random.Random()  # noqa: S311 - jitter, not a secret
+        self._failures = 0
         self._force_snapshot = False
         self._last_log_s: float | None = None
 
@@ -92,7 +94,8 @@ class CatalogWatch:
             except _OutOfStep as error:
                 self._force_snapshot = True
                 self._lost(str(error))
-            await self._backoff.sleep()
+            self._failures += 1
+            await asyncio.sleep(RECONNECT.jittered_s(self._failures, self._rng))
 
     async def _follow(self, stub: adapter_pb2_grpc.AdapterServiceAsyncStub) -> None:
         held = self._catalog.snapshot
@@ -156,7 +159,7 @@ class CatalogWatch:
             bases=len(snapshot.bases),
             adapters=len(snapshot.adapters),
         )
-        self._backoff.reset()
+        self._failures = 0
 
     def _lost(self, why: str) -> None:
         now_s = time.monotonic()

@@ -14,6 +14,8 @@ from typing import Final
 
 import structlog
 
+from loraplex.address import parse_address
+
 log = structlog.get_logger(__name__)
 
 DNS_PREFIX: Final = "dns:"
@@ -42,23 +44,13 @@ WorkerSource = StaticWorkers | DnsWorkers
 def parse_workers(spec: str) -> WorkerSource:
     """Read `HOST:PORT[,HOST:PORT...]` or `dns:NAME:PORT`. Raises ValueError that says what is wrong with it."""
     if spec.startswith(DNS_PREFIX):
-        name, port = _host_and_port(spec.removeprefix(DNS_PREFIX), spec)
-        return DnsWorkers(name, port)
+        return DnsWorkers(*parse_address(spec.removeprefix(DNS_PREFIX)))
     parts = [part.strip() for part in spec.split(",") if part.strip()]
     if not parts:
         raise ValueError("names no worker; give HOST:PORT[,HOST:PORT...] or dns:NAME:PORT")
     for part in parts:
-        _host_and_port(part, part)
+        parse_address(part)
     return StaticWorkers(tuple(dict.fromkeys(parts)))
-
-
-def _host_and_port(text: str, shown: str) -> tuple[str, int]:
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f"{shown!r} is not HOST:PORT or dns:NAME:PORT with a port from 1 to 65535")
-    if ":" in host and not (host.startswith("[") and host.endswith("]")):
-        raise ValueError(f"{shown!r}: write an IPv6 address in brackets, as [::1]:50052")
-    return host, int(port)
 
 
 async def look_up(source: DnsWorkers) -> list[str]:

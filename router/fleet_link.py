@@ -11,9 +11,9 @@ from typing import Final
 import structlog
 from grpc import aio
 
+from common.backoff import Backoff
 from common.rpc import open_channel
 from loraplex.worker.v1 import worker_pb2, worker_pb2_grpc
-from router.backoff import Backoff
 from router.fleet_status import WorkerStatus
 from router.placement import State, WorkerView
 
@@ -24,6 +24,8 @@ SILENT_AFTER_S: Final = 3.0
 
 DEAD_AFTER_S: Final = 15.0
 """A status stream this quiet counts as failed."""
+
+RECONNECT: Final = Backoff(first_s=0.1, longest_s=1.0)
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +59,8 @@ class Link:
         self._clock = clock
         self._channel = open_channel(address)
         self.stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(self._channel)
-        self._backoff = Backoff(rng)
+        self._rng = rng
+        self._failures = 0
         self.status = WorkerStatus()
         self.connected = False
         self.error = "not reached yet"
@@ -77,7 +80,8 @@ class Link:
                 self._lost(await self._follow())
                 if not is_wanted(self.address):
                     break
-                await self._backoff.sleep()
+                self._failures += 1
+                await asyncio.sleep(RECONNECT.jittered_s(self._failures, self._rng))
             await self._idle.wait()
         finally:
             self.connected = False
@@ -108,7 +112,7 @@ class Link:
         if not self.connected:
             self.connected, self.error = True, ""
             if self.status.state is not State.DRAINING:  # a draining worker ends each stream it is asked for
-                self._backoff.reset()
+                self._failures = 0
             log.info(
                 "fleet.worker_found",
                 address=self.address,
@@ -167,6 +171,7 @@ class Link:
             own_requests=len(self._uncounted),
             own_prompt_tokens=sum(flight.prompt_tokens for flight in self._uncounted),
             own_adapters=frozenset(flight.artifact_digest for flight in self._uncounted if flight.artifact_digest),
+            max_context_tokens=status.max_context_tokens,
             free_blocks=status.free_blocks,
             total_blocks=status.total_blocks,
             status_age_s=age_s,

@@ -25,6 +25,7 @@ _PLAIN_FIELDS: Final = (
     "decode_tokens_per_second",
     "free_blocks",
     "total_blocks",
+    "max_context_tokens",
 )
 _TIERS: Final = frozenset(int(tier) for tier in Tier)
 
@@ -45,6 +46,7 @@ class WorkerStatus:
     decode_tokens_per_second: float = 0.0
     free_blocks: int = 0
     total_blocks: int = 0
+    max_context_tokens: int | None = None
     adapters: Mapping[str, Residency] = field(default_factory=lambda: NO_ADAPTERS)
 
     def merged(self, message: worker_pb2.WatchStatusResponse) -> WorkerStatus:

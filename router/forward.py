@@ -18,18 +18,16 @@ import structlog
 from grpc import aio
 
 from loraplex import errors
+from loraplex.metadata_keys import REQUEST_ID_KEY, STATUS_SEQUENCE_KEY
 from loraplex.router.v1 import inference_pb2
 from loraplex.worker.v1 import worker_pb2
 from router.catalog import Resolved
 from router.fleet import Fleet
 from router.fleet_link import Flight
-from router.placement import Pick, PlacementRequest, pick
+from router.placement import Pick, PlacementRequest, pick, prompt_tokens_on
 
 log = structlog.get_logger(__name__)
 
-SEQUENCE_KEY: Final = "x-loraplex-status-sequence"
-REQUEST_ID_KEY: Final = "x-loraplex-request-id"
-_DETAILS_KEY: Final = "grpc-status-details-bin"
 _MAX_ATTEMPTS: Final = 2
 _BYTES_PER_TOKEN: Final = 4  # of English text; an estimate for placement only
 _TOKENS_PER_MESSAGE: Final = 8  # what a chat template puts around a turn
@@ -139,7 +137,7 @@ class WorkerStream:
 
     def _typed(self, error: aio.AioRpcError) -> errors.LoraplexError:
         typed = errors.from_rpc_error(error)
-        if any(key == _DETAILS_KEY for key, _ in error.trailing_metadata() or ()):
+        if errors.carries_details(error):
             return typed  # the worker itself said so
         if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
             return self._lost(error.details() or error.code().name)
@@ -158,7 +156,7 @@ class WorkerStream:
 
 
 def _sequence_of(metadata: aio.Metadata) -> int | None:
-    value = metadata.get(SEQUENCE_KEY)
+    value = metadata.get(STATUS_SEQUENCE_KEY)
     return int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else None
 
 
@@ -230,7 +228,7 @@ class Forwarder:
                 expected_s=round(choice.expected_s, 3),
             )
         worker = choice.worker
-        flight = self._fleet.begin(worker.address, placement.prompt_tokens, placement.artifact_digest)
+        flight = self._fleet.begin(worker.address, prompt_tokens_on(worker, placement), placement.artifact_digest)
         call = self._fleet.stub(worker.address).Generate(
             request, timeout=remaining_s, metadata=((REQUEST_ID_KEY, request.request_id),)
         )

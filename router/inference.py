@@ -11,11 +11,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
 
 import structlog
 
 from loraplex.errors import Draining, InvalidParameter, LoraplexError
+from loraplex.metadata_keys import REQUEST_ID_KEY
 from router.catalog import Catalog, Resolved, parse_min_revision
 from router.forward import Forwarder, Job, WorkerStream
 from router.metrics import Metrics, Observation
@@ -23,7 +23,6 @@ from router.quota import Admission, Limits
 
 log = structlog.get_logger(__name__)
 
-TENANT: Final = "default"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -142,7 +141,6 @@ def request_id_from(value: str | None) -> str:
         return uuid.uuid4().hex
     if not _REQUEST_ID.fullmatch(value):
         raise InvalidParameter(
-            "x-loraplex-request-id must be 1 to 128 printable ASCII characters without spaces",
-            field="x-loraplex-request-id",
+            f"{REQUEST_ID_KEY} must be 1 to 128 printable ASCII characters without spaces", field=REQUEST_ID_KEY
         )
     return value

@@ -53,7 +53,7 @@ class WorkerView:
     """What is known of one worker at one moment.
 
     `own_*` is what this router has sent there and the worker's status does not count yet. `silent` says that the
-    worker has not spoken for longer than it should. The fields after `own_adapters` are for operators only.
+    worker has not spoken for longer than it should. The fields after `max_context_tokens` are for operators only.
     """
 
     address: str
@@ -71,6 +71,7 @@ class WorkerView:
     own_requests: int = 0
     own_prompt_tokens: int = 0
     own_adapters: frozenset[str] = frozenset()
+    max_context_tokens: int | None = None
     free_blocks: int = 0
     total_blocks: int = 0
     status_age_s: float = 0.0
@@ -127,6 +128,13 @@ def adapter_cost_s(worker: WorkerView, request: PlacementRequest) -> float:
     return cost_s * _LOADING_SHARE if under_way else cost_s
 
 
+def prompt_tokens_on(worker: WorkerView, request: PlacementRequest) -> int:
+    """Return the prompt tokens the worker would compute; a prompt beyond its context it refuses at once."""
+    if worker.max_context_tokens is None:
+        return request.prompt_tokens
+    return min(request.prompt_tokens, worker.max_context_tokens)
+
+
 def expected_s(worker: WorkerView, request: PlacementRequest) -> float:
     """Return the expected time to first token in seconds.
 
@@ -135,7 +143,7 @@ def expected_s(worker: WorkerView, request: PlacementRequest) -> float:
     """
     prefill = max(worker.prefill_tokens_per_second, MIN_TOKENS_PER_SECOND)
     decode = max(worker.decode_tokens_per_second, MIN_TOKENS_PER_SECOND)
-    tokens = worker.queued_prefill_tokens + worker.own_prompt_tokens + request.prompt_tokens
+    tokens = worker.queued_prefill_tokens + worker.own_prompt_tokens + prompt_tokens_on(worker, request)
     running = worker.running_requests + worker.own_requests
     return (
         tokens / prefill

@@ -31,7 +31,7 @@ class Ticket:
         """Give the places back."""
         if self._open:
             self._open = False
-            self._owner._release(self)  # noqa: SLF001 - the ticket is the owner's other half
+            self._owner.release(self)
 
 
 class Admission:
@@ -66,7 +66,8 @@ class Admission:
         self._total += num_requests
         return Ticket(self, tenant, num_requests)
 
-    def _release(self, ticket: Ticket) -> None:
+    def release(self, ticket: Ticket) -> None:
+        """Take a ticket's places back; for the ticket, which does it once."""
         self._total -= ticket.num_requests
         left = self._by_tenant[ticket.tenant] - ticket.num_requests
         if left:

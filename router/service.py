@@ -8,7 +8,10 @@ from typing import Any
 from google.protobuf.timestamp_pb2 import Timestamp
 from grpc import aio
 
+from common.pages import page_of
+from common.tenancy import DEFAULT_TENANT
 from loraplex.errors import EmptyPrompt
+from loraplex.metadata_keys import MIN_REVISION_KEY, REQUEST_ID_KEY
 from loraplex.router.v1 import (
     fleet_pb2,
     fleet_pb2_grpc,
@@ -18,11 +21,10 @@ from loraplex.router.v1 import (
     models_pb2_grpc,
 )
 from loraplex.types.v1 import generation_pb2
-from router.catalog import MIN_REVISION_KEY, Adapter, Base, Catalog, Version, parse_min_revision
+from router.catalog import Adapter, Base, Catalog, Version, parse_min_revision
 from router.fleet import Fleet
-from router.forward import REQUEST_ID_KEY, Job
-from router.inference import TENANT, Inference, request_id_from
-from router.pages import page_of
+from router.forward import Job
+from router.inference import Inference, request_id_from
 from router.placement import WorkerView
 
 
@@ -46,12 +48,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Relay one generation from a worker."""
         inference = self._inference
         metadata = dict(context.invocation_metadata() or ())
-        with inference.observed("grpc") as observation, inference.admitted(TENANT):
+        with inference.observed("grpc") as observation, inference.admitted(DEFAULT_TENANT):
             request_id = request_id_from(_text(metadata, REQUEST_ID_KEY))
             check_input(request)
             deadline_s = inference.deadline_s(context.time_remaining())
-            resolved = await inference.resolve(TENANT, request.model, _text(metadata, MIN_REVISION_KEY))
-            stream = await inference.open(Job(request_id, TENANT, resolved, request, deadline_s))
+            resolved = await inference.resolve(DEFAULT_TENANT, request.model, _text(metadata, MIN_REVISION_KEY))
+            stream = await inference.open(Job(request_id, DEFAULT_TENANT, resolved, request, deadline_s))
             try:
                 observation.first_event()
                 await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
@@ -89,6 +91,10 @@ def to_model(item: Base | Adapter) -> models_pb2.Model:
     return _adapter_model(item.name, item.base_id, item.current)
 
 
+def _model_key(item: Base | Adapter) -> str:
+    return f"0{item.base_id}" if isinstance(item, Base) else f"1{item.name}"
+
+
 def _adapter_model(name: str, base_id: str, version: Version) -> models_pb2.Model:
     return models_pb2.Model(
         name=name,
@@ -113,12 +119,8 @@ class ModelService(models_pb2_grpc.ModelServiceServicer):
     ) -> models_pb2.ListModelsResponse:
         """List bases, then adapters."""
         snapshot = await self._catalog.at_least(_min_revision(context))
-        page, token = page_of(
-            snapshot.models(TENANT),
-            lambda item: ("0", item.base_id) if isinstance(item, Base) else ("1", item.name),
-            request.page_size,
-            request.page_token,
-        )
+        models = snapshot.models(DEFAULT_TENANT)
+        page, token = page_of("models", models, _model_key, request.page_size, request.page_token)
         return models_pb2.ListModelsResponse(models=[to_model(item) for item in page], next_page_token=token)
 
     async def GetModel(  # noqa: N802 - the name is the RPC's
@@ -126,7 +128,7 @@ class ModelService(models_pb2_grpc.ModelServiceServicer):
     ) -> models_pb2.GetModelResponse:
         """Tell what a name means now."""
         snapshot = await self._catalog.at_least(_min_revision(context))
-        resolved = snapshot.resolve(TENANT, request.name)
+        resolved = snapshot.resolve(DEFAULT_TENANT, request.name)
         if resolved.version is None:
             model = to_model(snapshot.bases[resolved.base_id])
         else:
@@ -148,15 +150,15 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     ) -> fleet_pb2.ListWorkersResponse:
         """List the workers by id."""
         views = sorted(self._fleet.views(), key=_worker_key)
-        page, token = page_of(views, _worker_key, request.page_size, request.page_token)
+        page, token = page_of("workers", views, _worker_key, request.page_size, request.page_token)
         names: dict[str, list[str]] = {}
         for adapter in self._catalog.snapshot.adapters.values():
             names.setdefault(adapter.current.artifact_digest, []).append(adapter.name)
         return fleet_pb2.ListWorkersResponse(workers=[to_worker(view, names) for view in page], next_page_token=token)
 
 
-def _worker_key(view: WorkerView) -> tuple[str, str]:
-    return view.worker_id, view.address
+def _worker_key(view: WorkerView) -> str:
+    return f"{view.worker_id} {view.address}"
 
 
 def to_worker(view: WorkerView, names: Mapping[str, Sequence[str]]) -> fleet_pb2.Worker:

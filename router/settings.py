@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
-from common.config import Port, ServiceSettings
+from common.config import Address, Port, ServiceSettings
 from router.discovery import parse_workers
 
 
@@ -19,33 +19,25 @@ class RouterSettings(ServiceSettings):
 
     port: Port = Field(50050, description="gRPC port; 0 takes a free one")
     http_port: Port = Field(8080, description="HTTP port; 0 takes a free one")
-    registry: str = Field("127.0.0.1:50051", description="address of the registry, HOST:PORT")
+    registry: Address = Field("127.0.0.1:50051", description="HOST:PORT of the registry")
     workers: str = Field("127.0.0.1:50052", description="HOST:PORT[,HOST:PORT...] or dns:NAME:PORT")
     catalog_cache: Path | None = Field(None, description="file with the last catalog, to start without the registry")
     request_timeout_s: Annotated[float, Field(gt=0)] = Field(
-        600.0, description="deadline of requests without their own"
+        600.0, description="deadline of requests without their own, in seconds"
     )
     max_body_bytes: Annotated[int, Field(ge=1024, le=64 * 2**20)] = Field(
-        8 * 2**20, description="largest HTTP request body"
+        8 * 2**20, description="largest HTTP request body, in bytes"
     )
     max_requests: Annotated[int, Field(ge=1)] = Field(1024, description="requests in flight at most")
     max_tenant_requests: Annotated[int, Field(ge=1)] = Field(
         1024, description="requests in flight of one tenant at most"
     )
     drain_delay_s: Annotated[float, Field(ge=0)] = Field(
-        5.0, description="time between failing readiness and refusing requests on shutdown"
+        5.0, description="seconds between failing readiness and refusing requests in a drain"
     )
     drain_timeout_s: Annotated[float, Field(ge=0)] = Field(
-        60.0, description="time that running streams get to finish on shutdown"
+        60.0, description="seconds running streams get to finish in a drain"
     )
-
-    @field_validator("registry")
-    @classmethod
-    def _is_address(cls, value: str) -> str:
-        if "," in value or value.startswith("dns:"):
-            raise ValueError(f"{value!r} is not HOST:PORT")
-        parse_workers(value)
-        return value
 
     @field_validator("workers")
     @classmethod

@@ -27,8 +27,8 @@ from loraplex.registry.v1 import adapter_pb2 as a
 from loraplex.registry.v1 import base_model_pb2 as b
 from loraplex.registry.v1.adapter_pb2_grpc import AdapterServiceStub
 from loraplex.registry.v1.base_model_pb2_grpc import BaseModelServiceStub
+from loraplex.wire import manifest_message
 from registry.app import serve
-from registry.service.messages import manifest_message
 from registry.settings import RegistrySettings
 
 DATABASE_URL = os.environ.get("LORAPLEX_TEST_DATABASE_URL")

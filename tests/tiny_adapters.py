@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loraplex.manifest import read_safetensors_header
+from loraplex.manifest import MAX_HEADER_BYTES
+from loraplex.safetensors_header import read_header
 from tests.tiny_base import float_bits, write_safetensors
 
 ALL_SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -20,12 +21,12 @@ PREFIX = "base_model.model."
 
 def base_modules(base_folder: Path) -> dict[str, tuple[int, int]]:
     """Return {"model.layers.0.self_attn.q_proj": (out, in)} of the seven linears, in layer order."""
-    header, _ = read_safetensors_header(base_folder / "model.safetensors")
+    header = read_header(base_folder / "model.safetensors", max_header_bytes=MAX_HEADER_BYTES)
     found = {}
-    for name, entry in header.items():
+    for name, entry in header.tensors.items():
         match = re.fullmatch(r"(model\.layers\.\d+\.(?:self_attn|mlp)\.(\w+))\.weight", name)
         if match and match[2] in ALL_SEVEN:
-            found[match[1]] = (int(entry["shape"][0]), int(entry["shape"][1]))
+            found[match[1]] = (entry.shape[0], entry.shape[1])
     return dict(sorted(found.items(), key=lambda item: (int(item[0].split(".")[2]), item[0])))
 
 

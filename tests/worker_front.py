@@ -17,6 +17,7 @@ from unittest import mock
 import grpc
 from grpc import aio
 
+from common.backoff import Backoff
 from common.rpc import open_channel
 from loraplex.errors import LoraplexError, from_rpc_error
 from loraplex.registry.v1.adapter_pb2 import ArtifactInfo, DownloadArtifactResponse
@@ -32,12 +33,12 @@ from loraplex.worker.v1.worker_pb2 import (
 )
 from loraplex.worker.v1.worker_pb2_grpc import WorkerServiceStub
 from worker.app import WorkerApp
-from worker.backoff import Backoff
-from worker.engine_client import EngineOptions
+from worker.engine_client import EnginePatience
 from worker.generation import StreamLimits
 from worker.settings import WorkerSettings
 
 VOCAB = 300
+QUICK = Backoff(first_s=0.05, longest_s=30)
 REQUEST_COUNTS: tuple[Literal["running_requests", "waiting_requests", "queued_prefill_tokens"], ...] = (
     "running_requests",
     "waiting_requests",
@@ -225,7 +226,7 @@ async def running_front(
     limits: StreamLimits | None = None,
     wait_ready: bool = True,
     environment: dict[str, str] | None = None,
-    engine_options: EngineOptions | None = None,
+    engine_patience: EnginePatience | None = None,
     **settings: Any,
 ) -> AsyncIterator[Front]:
     """Run a front end; `environment` goes to the fake engine as FAKE_ENGINE_*."""
@@ -246,7 +247,7 @@ async def running_front(
         app = WorkerApp(
             chosen,
             engine_command=[sys.executable, *command],
-            engine_options=engine_options or EngineOptions(backoff=Backoff(first_s=0.05), exit_timeout_s=3),
+            engine_patience=engine_patience or EnginePatience(QUICK, exit_timeout_s=3),
             limits=limits,
             on_listening=bound.set_result,
         )

@@ -16,6 +16,8 @@ from grpc_tools import protoc
 ROOT = Path(__file__).resolve().parent.parent
 PROTOS = ROOT / "protos"
 WELL_KNOWN = Path(protoc.__file__).parent / "_proto"
+PLUGINS = ("protoc-gen-mypy", "protoc-gen-mypy_grpc")
+"""Taken from beside the interpreter, whose folder need not be on the PATH."""
 
 
 def generate(out: Path) -> list[Path]:
@@ -26,6 +28,7 @@ def generate(out: Path) -> list[Path]:
             "protoc",
             f"-I{PROTOS}",
             f"-I{WELL_KNOWN}",
+            *(f"--plugin={name}={Path(sys.executable).parent / name}" for name in PLUGINS),
             f"--python_out={out}",
             f"--grpc_python_out={out}",
             f"--mypy_out=quiet:{out}",

@@ -20,7 +20,7 @@ from loraplex.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_serv
 from worker.adapters.source import RegistrySource
 from worker.adapters.store import AdapterStore
 from worker.admission import Admission
-from worker.engine_client import EngineClient, EngineOptions, EngineState
+from worker.engine_client import EngineClient, EnginePatience, EngineState
 from worker.generation import StreamLimits
 from worker.service import Parts, ServedBase, WorkerService
 from worker.settings import WorkerSettings
@@ -42,7 +42,7 @@ class WorkerApp:
         settings: WorkerSettings,
         *,
         engine_command: Sequence[str] | None = None,
-        engine_options: EngineOptions | None = None,
+        engine_patience: EnginePatience | None = None,
         limits: StreamLimits | None = None,
         on_listening: Callable[[int], None] = lambda _: None,
     ) -> None:
@@ -57,7 +57,7 @@ class WorkerApp:
         self._health_due = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._engine = EngineClient(self._engine_changed, engine_options)
+        self._engine = EngineClient(self._engine_changed, engine_patience)
         self._admission = Admission(settings.max_waiting_requests, self._changed)
         self._board = StatusBoard(self._assemble)
         self._source = RegistrySource(settings.registry)

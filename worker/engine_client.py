@@ -10,19 +10,20 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Protocol
 
 import structlog
 
+from common.backoff import Backoff
 from loraplex.errors import BY_REASON, EngineDown, LoraplexError, QueueFull
-from worker.backoff import Backoff
 from worker.engine_link import EngineLink, EngineStartError, LinkBroken, LinkClosed
 from worker.mailbox import Abort, EngineStatus, Failure, Output, Ready, Shutdown, StartFailed, Step, Submit
 
 log = structlog.get_logger(__name__)
 
+_BACKOFF: Final = Backoff(first_s=0.5, longest_s=30.0)
 _MAX_UNREAD_BYTES: Final = 32 * 2**20
 """What may stand written and unread before the engine is held to be overrun."""
 
@@ -47,10 +48,12 @@ class RequestOwner(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class EngineOptions:
+class EnginePatience:
     """How patient the front end is with its engine. Times in seconds."""
 
-    backoff: Backoff = field(default_factory=Backoff)
+    backoff: Backoff = _BACKOFF
+    healthy_s: float = 60.0
+    """An engine that was ready for so long is restarted as if it were the first time."""
     start_timeout_s: float = 3600.0
     """Until Ready, from a cold disk and with a large base too."""
     silence_timeout_s: float = 300.0
@@ -64,8 +67,8 @@ class EngineOptions:
 class EngineClient:
     """One engine process after the other. `on_change` hears of every change of state and every frame."""
 
-    def __init__(self, on_change: Callable[[], None], options: EngineOptions | None = None) -> None:
-        self._options = options or EngineOptions()
+    def __init__(self, on_change: Callable[[], None], patience: EnginePatience | None = None) -> None:
+        self._patience = patience or EnginePatience()
         self._on_change = on_change
         self._owners: dict[int, RequestOwner] = {}
         self._link: EngineLink | None = None
@@ -122,16 +125,17 @@ class EngineClient:
 
     async def run(self, command: Sequence[str]) -> None:
         """Keep `command --fd N` running until `stop`. Raises EngineStartError when that cannot be done."""
-        backoff, failed_starts = self._options.backoff, 0
+        failures = failed_starts = 0
         while not self._stopping.is_set():
             end = await self._live_once(command)
             if self._stopping.is_set():
                 break
             healthy_s = 0.0 if self._ready_s is None else time.monotonic() - self._ready_s
             failed_starts += self._ready_s is None
-            if self.ready is None and failed_starts >= self._options.max_failed_starts:
+            if self.ready is None and failed_starts >= self._patience.max_failed_starts:
                 raise EngineStartError(f"the engine {end} before it was ready, {failed_starts} times in a row")
-            backoff, pause_s = backoff.after(healthy_s)
+            failures = 1 if healthy_s >= self._patience.healthy_s else failures + 1
+            pause_s = self._patience.backoff.pause_s(failures)
             log.error("engine.down", end=end, restart_in_s=round(pause_s, 2))
             try:
                 async with asyncio.timeout(pause_s):
@@ -148,7 +152,7 @@ class EngineClient:
             link.kill()  # it is still loading and would not hear
         elif link is not None:
             link.send(Shutdown())
-            if not await link.exited(self._options.exit_timeout_s):
+            if not await link.exited(self._patience.exit_timeout_s):
                 log.warning("engine.killed", why="it did not stop in time")
                 link.kill()
 
@@ -165,7 +169,7 @@ class EngineClient:
         except LinkClosed:
             pass
         except (LinkBroken, TimeoutError) as error:
-            broken = f"{error}" or f"was not ready within {self._options.start_timeout_s:g} s"
+            broken = f"{error}" or f"was not ready within {self._patience.start_timeout_s:g} s"
             link.kill()
         except BaseException:
             link.kill()
@@ -173,11 +177,11 @@ class EngineClient:
         finally:
             self._link = None
             self._lose_engine()
-            end = await link.close(self._options.exit_timeout_s)
+            end = await link.close(self._patience.exit_timeout_s)
         return broken or end
 
     async def _serve(self, link: EngineLink) -> None:
-        async with asyncio.timeout(self._options.start_timeout_s):
+        async with asyncio.timeout(self._patience.start_timeout_s):
             first = await link.receive()
         if isinstance(first, StartFailed):
             raise EngineStartError(f"{first.message} [{first.reason}]")
@@ -229,16 +233,16 @@ class EngineClient:
         if self._silence_timer is None:
             self._last_frame_s = time.monotonic()
             self._silence_timer = asyncio.get_running_loop().call_later(
-                self._options.silence_timeout_s, self._check_silence
+                self._patience.silence_timeout_s, self._check_silence
             )
 
     def _check_silence(self) -> None:
         self._silence_timer = None
         if not self._owners or self._link is None:
             return
-        left_s = self._last_frame_s + self._options.silence_timeout_s - time.monotonic()
+        left_s = self._last_frame_s + self._patience.silence_timeout_s - time.monotonic()
         if left_s <= 0:
-            log.error("engine.hangs", silent_s=self._options.silence_timeout_s, requests=len(self._owners))
+            log.error("engine.hangs", silent_s=self._patience.silence_timeout_s, requests=len(self._owners))
             self._link.kill()
         else:
             self._silence_timer = asyncio.get_running_loop().call_later(left_s, self._check_silence)

@@ -21,7 +21,7 @@ from typing import Final, Protocol
 
 import structlog
 
-from common.telemetry import configure_logs
+from common.telemetry import LogFormat, configure_logs
 from loraplex.errors import ArtifactUnreachable, LoraplexError
 from worker.engine.config import EngineConfig
 from worker.engine.inbox import Inbox, MailboxClosed
@@ -76,7 +76,7 @@ class EngineOptions:
     max_adapter_wait_s: float
     threads: int | None
     log_level: str
-    log_format: str
+    log_format: LogFormat
 
 
 def parse_options(argv: Sequence[str]) -> EngineOptions:
@@ -186,7 +186,7 @@ def describe(error: Exception) -> Problem:
 
 def prepare_process(options: EngineOptions) -> None:
     """Make this process live and die with the front end, and log as it does."""
-    configure_logs("engine", level=options.log_level, log_format=options.log_format)  # type: ignore[arg-type]
+    configure_logs("engine", level=options.log_level, log_format=options.log_format)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front end decides
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -219,10 +219,9 @@ def _open_model_runner(options: EngineOptions) -> OpenedRunner:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(f"{value} is not above 0")
-    return value
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
 
 
 def main(argv: Sequence[str]) -> int:

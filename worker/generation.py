@@ -19,7 +19,6 @@ from worker.mailbox import Output, Position, Submit, Timing
 from worker.text.choice import ChoiceText
 
 FINISHED_BY_STOP: Final = "stop"
-FINISHED_BY_LENGTH: Final = "length"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Final
 
+from common.adapter_format.packed import FORMAT_NONE
+from common.tenancy import DEFAULT_TENANT
+from loraplex.digests import is_digest
 from loraplex.errors import BaseMismatch, EmptyPrompt, InvalidParameter, InvalidRequest, UnsupportedAdapter
 from loraplex.worker.v1.worker_pb2 import GenerateRequest, ResolvedAdapter
 from worker.sampling import CheckedSampling, check_sampling
@@ -13,9 +15,7 @@ from worker.text.chat import Message
 
 ROLES: Final = ("system", "user", "assistant")
 MAX_ID_CHARS: Final = 128
-DEFAULT_TENANT: Final = "default"
-FORMATS: Final = ("none",)
-_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+FORMATS: Final = (FORMAT_NONE,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def check_request(request: GenerateRequest, *, base_digest: str, vocab_size: int
 
 
 def _check_digest(field: str, digest: str) -> None:
-    if not _DIGEST.fullmatch(digest):
+    if not is_digest(digest):
         raise InvalidRequest(f"{field} is no digest; give 64 lower-case hex digits (SHA-256)", field=field)
 
 

@@ -1,24 +1,19 @@
 """Sampling parameters as clients send them, checked, with defaults filled in: ready for the engine.
 
-The ranges are those of loraplex/types/v1/sampling.proto.
+The ranges are those of common/sampling_limits.py.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 from dataclasses import dataclass
 from typing import Final
 
+from common import sampling_limits as limits
 from loraplex.errors import InvalidParameter
 from loraplex.types.v1.sampling_pb2 import SamplingParams
 from worker import mailbox
 
-MAX_CHOICES: Final = 16
-MAX_STOPS: Final = 16
-MAX_STOP_CHARS: Final = 256
-MAX_LOGPROBS: Final = 20
-MAX_LOGIT_BIASES: Final = 1024
 SEED_BITS: Final = 63
 
 
@@ -72,14 +67,16 @@ def choice_seed(seed: int, index: int) -> int:
     return int.from_bytes(digest.digest(), "little") >> (64 - SEED_BITS)
 
 
-def _in_range(
-    field: str, value: float, low: float, high: float, *, above_low: bool = False, what: str = "value"
-) -> float:
+def _in_range(field: str, value: float, low: float, high: float, *, above_low: bool = False) -> float:
     inside = (low < value if above_low else low <= value) and value <= high  # NaN is never inside
     if not inside:
         interval = f"{'(' if above_low else '['}{low:g}, {high:g}]"
-        raise InvalidParameter(f"{field} {what} {value:g} is out of range; give one in {interval}", field=field)
+        raise InvalidParameter(f"{field} value {value:g} is out of range; give one in {interval}", field=field)
     return value
+
+
+def _penalty(field: str, value: float) -> float:
+    return _in_range(field, value, -limits.MAX_PENALTY, limits.MAX_PENALTY)
 
 
 def check_sampling(params: SamplingParams, *, vocab_size: int) -> CheckedSampling:
@@ -97,13 +94,13 @@ def check_sampling(params: SamplingParams, *, vocab_size: int) -> CheckedSamplin
             field="min_tokens",
         )
     n = params.n if params.HasField("n") else 1
-    if not 1 <= n <= MAX_CHOICES:
-        raise InvalidParameter(f"n is {n}; give 1 to {MAX_CHOICES}", field="n")
+    if not 1 <= n <= limits.MAX_CHOICES:
+        raise InvalidParameter(f"n is {n}; give 1 to {limits.MAX_CHOICES}", field="n")
     logprobs = params.logprobs if params.HasField("logprobs") else None
-    if logprobs is not None and logprobs > MAX_LOGPROBS:
-        raise InvalidParameter(f"logprobs is {logprobs}; give 0 to {MAX_LOGPROBS}", field="logprobs")
+    if logprobs is not None and logprobs > limits.MAX_LOGPROBS:
+        raise InvalidParameter(f"logprobs is {logprobs}; give 0 to {limits.MAX_LOGPROBS}", field="logprobs")
     return CheckedSampling(
-        temperature=_in_range("temperature", given("temperature", 1.0), 0, 2),
+        temperature=_in_range("temperature", given("temperature", 1.0), 0, limits.MAX_TEMPERATURE),
         top_p=_in_range("top_p", given("top_p", 1.0), 0, 1, above_low=True),
         top_k=min(params.top_k, vocab_size),
         min_p=_in_range("min_p", given("min_p", 0.0), 0, 1),
@@ -113,29 +110,31 @@ def check_sampling(params: SamplingParams, *, vocab_size: int) -> CheckedSamplin
         min_tokens=params.min_tokens,
         ignore_eos=params.ignore_eos,
         logprobs=logprobs,
-        repetition_penalty=_in_range("repetition_penalty", given("repetition_penalty", 1.0), 0, 2, above_low=True),
-        presence_penalty=_in_range("presence_penalty", given("presence_penalty", 0.0), -2, 2),
-        frequency_penalty=_in_range("frequency_penalty", given("frequency_penalty", 0.0), -2, 2),
+        repetition_penalty=_in_range(
+            "repetition_penalty", given("repetition_penalty", 1.0), 0, limits.MAX_REPETITION_PENALTY, above_low=True
+        ),
+        presence_penalty=_penalty("presence_penalty", given("presence_penalty", 0.0)),
+        frequency_penalty=_penalty("frequency_penalty", given("frequency_penalty", 0.0)),
         logit_bias=_check_biases(dict(params.logit_bias), vocab_size),
         n=n,
     )
 
 
 def _check_stops(stops: tuple[str, ...]) -> tuple[str, ...]:
-    if len(stops) > MAX_STOPS:
-        raise InvalidParameter(f"stop has {len(stops)} strings; give at most {MAX_STOPS}", field="stop")
+    if len(stops) > limits.MAX_STOPS:
+        raise InvalidParameter(f"stop has {len(stops)} strings; give at most {limits.MAX_STOPS}", field="stop")
     for at, stop in enumerate(stops):
-        if not 1 <= len(stop) <= MAX_STOP_CHARS:
+        if not 1 <= len(stop) <= limits.MAX_STOP_CHARS:
             raise InvalidParameter(
-                f"stop[{at}] has {len(stop)} characters; give 1 to {MAX_STOP_CHARS}", field=f"stop[{at}]"
+                f"stop[{at}] has {len(stop)} characters; give 1 to {limits.MAX_STOP_CHARS}", field=f"stop[{at}]"
             )
     return stops
 
 
 def _check_biases(biases: dict[int, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
-    if len(biases) > MAX_LOGIT_BIASES:
+    if len(biases) > limits.MAX_LOGIT_BIASES:
         raise InvalidParameter(
-            f"logit_bias has {len(biases)} entries; give at most {MAX_LOGIT_BIASES}", field="logit_bias"
+            f"logit_bias has {len(biases)} entries; give at most {limits.MAX_LOGIT_BIASES}", field="logit_bias"
         )
     for token_id, bias in biases.items():
         field = f"logit_bias[{token_id}]"
@@ -143,6 +142,8 @@ def _check_biases(biases: dict[int, float], vocab_size: int) -> tuple[tuple[int,
             raise InvalidParameter(
                 f"{field}: there is no such token; the vocabulary has ids 0 to {vocab_size - 1}", field=field
             )
-        if math.isnan(bias) or not -100 <= bias <= 100:
-            raise InvalidParameter(f"{field} is {bias:g}; give -100 to 100", field=field)
+        if not abs(bias) <= limits.MAX_LOGIT_BIAS:  # NaN is never inside
+            raise InvalidParameter(
+                f"{field} is {bias:g}; give {-limits.MAX_LOGIT_BIAS:g} to {limits.MAX_LOGIT_BIAS:g}", field=field
+            )
     return tuple(sorted(biases.items()))

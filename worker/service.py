@@ -16,6 +16,7 @@ import structlog
 from grpc import aio
 
 from loraplex.errors import DeadlineExceeded, Draining, EngineDown, LoraplexError
+from loraplex.metadata_keys import STATUS_SEQUENCE_KEY
 from loraplex.worker.v1.worker_pb2 import (
     GenerateRequest,
     GenerateResponse,
@@ -37,7 +38,6 @@ from worker.text.model import TextModel, too_long
 
 log = structlog.get_logger(__name__)
 
-STATUS_SEQUENCE_KEY: Final = "x-loraplex-status-sequence"
 _UNREADABLE_FILE: Final = frozenset({"CORRUPT_ARTIFACT", "ARTIFACT_UNREACHABLE"})
 """Reasons by which the engine says that an adapter's file is not what it was when it was verified."""
 

@@ -1,4 +1,4 @@
-"""What a worker can be told: command line, LORAPLEX_WORKER_* environment, defaults."""
+"""What a worker can be told, by flags or LORAPLEX_WORKER_<FIELD>."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from common.config import Port, ServiceSettings
+from common.config import Address, Port, ServiceSettings
 
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0, le=86_400)]
@@ -29,9 +29,9 @@ class WorkerSettings(ServiceSettings):
         description="stable name of this worker; each worker needs its own (default: the host's name)",
     )
     base_dir: Path = Field(description="Hugging Face folder of the base model")
-    registry: str = Field("127.0.0.1:50051", pattern=r"^\S+:\d+$", description="HOST:PORT of the registry")
+    registry: Address = Field("127.0.0.1:50051", description="HOST:PORT of the registry")
     cache_dir: Path = Field(description="folder for cached adapters; each worker needs its own")
-    cache_bytes: Count = Field(8 * 2**30, description="most bytes of cached adapters")
+    cache_bytes: Count = Field(8 * 2**30, description="most bytes of adapters cached on disk")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="dtype of the base model's weights")
     kv_cache_bytes: Count | None = Field(None, description="bytes of KV cache (default: the engine decides)")
@@ -39,9 +39,14 @@ class WorkerSettings(ServiceSettings):
     max_running_requests: Count = Field(64, description="requests computed at a time")
     max_waiting_requests: Annotated[int, Field(ge=0)] = Field(256, description="requests that may wait beyond those")
     max_resident_adapters: Count = Field(32, description="adapters on the device at a time")
+    max_adapter_bytes: Count | None = Field(None, description="device bytes of all adapters (default: bound by count)")
+    max_adapter_wait_s: Seconds = Field(
+        2.0, description="seconds a request that waits for adapter or memory may be overtaken by later ones"
+    )
     max_prefill_tokens: Count = Field(512, description="prompt tokens computed in one step")
+    threads: Count | None = Field(None, description="threads that compute (default: torch decides)")
     drain_notice_s: Seconds = Field(1.0, description="seconds between announcing a drain and refusing requests")
-    drain_timeout_s: Seconds = Field(30.0, description="seconds that open streams get to finish in a drain")
+    drain_timeout_s: Seconds = Field(30.0, description="seconds open streams get to finish in a drain")
     stream_stall_s: Annotated[float, Field(gt=0, le=86_400)] = Field(
         60.0, description="seconds a client may leave a message unread before its stream is cut off"
     )
@@ -57,7 +62,10 @@ class WorkerSettings(ServiceSettings):
             "max-context-tokens": self.max_context_tokens,
             "max-running-requests": self.max_running_requests,
             "max-resident-adapters": self.max_resident_adapters,
+            "max-adapter-bytes": self.max_adapter_bytes,
+            "max-adapter-wait-s": self.max_adapter_wait_s,
             "max-prefill-tokens": self.max_prefill_tokens,
+            "threads": self.threads,
             "log-level": self.log_level,
             "log-format": self.log_format,
         }

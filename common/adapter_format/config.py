@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from common.adapter_format.patterns import Pattern, UnsafePattern, compile_pattern
+from common.wording import shown
 from loraplex.errors import InvalidAdapter, UnsupportedAdapter
+from loraplex.peft_folder import CONFIG_FILE
 
-CONFIG_FILE: Final = "adapter_config.json"
 _ALL_LINEAR: Final = "all-linear"
 _MAX_RANK: Final = 2**16
 _MAX_ALPHA: Final = 1e30
@@ -126,7 +127,7 @@ def parse_config(raw: bytes) -> LoraConfig:
     fields = _parse_json(raw)
     if fields.get("peft_type") != "LORA":
         raise UnsupportedAdapter(
-            f"{CONFIG_FILE}: peft_type is {_shown(fields.get('peft_type'))}; only LORA adapters can be served",
+            f"{CONFIG_FILE}: peft_type is {shown(fields.get('peft_type'))}; only LORA adapters can be served",
             field="peft_type",
         )
     _refuse_unsupported(fields)
@@ -166,22 +167,22 @@ def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
         if name in _REFUSED and value:
             raise UnsupportedAdapter(
-                f"{CONFIG_FILE}: {name} is {_shown(value)}; {_REFUSED[name]} cannot be served", field=name
+                f"{CONFIG_FILE}: {name} is {shown(value)}; {_REFUSED[name]} cannot be served", field=name
             )
         if value and name not in _IGNORED | _USED | _REFUSED.keys():
             raise UnsupportedAdapter(
-                f"{CONFIG_FILE}: the field {_shown(name)} is not known and set to {_shown(value)}; it may change what "
+                f"{CONFIG_FILE}: the field {shown(name)} is not known and set to {shown(value)}; it may change what "
                 "the adapter computes, so it is refused. Remove it if it does not",
-                field=_shown(name).strip('"'),
+                field=shown(name).strip('"'),
             )
     if fields.get("bias", "none") not in ("none", None):
         raise UnsupportedAdapter(
-            f"{CONFIG_FILE}: bias is {_shown(fields['bias'])}; trained biases cannot be served, only none", field="bias"
+            f"{CONFIG_FILE}: bias is {shown(fields['bias'])}; trained biases cannot be served, only none", field="bias"
         )
     init = fields.get("init_lora_weights", True)
     if not any(init is plain or (isinstance(plain, str) and init == plain) for plain in _PLAIN_INITS):
         raise UnsupportedAdapter(
-            f"{CONFIG_FILE}: init_lora_weights is {_shown(init)}, which changes the base weights it was trained on; "
+            f"{CONFIG_FILE}: init_lora_weights is {shown(init)}, which changes the base weights it was trained on; "
             "export it as a plain LoRA with save_pretrained(..., path_initial_model_for_weight_conversion=...)",
             field="init_lora_weights",
         )
@@ -212,7 +213,7 @@ def _layers(fields: Mapping[str, Any]) -> frozenset[int] | None:
     patterns = [patterns] if isinstance(patterns, str) else patterns
     if not isinstance(patterns, list) or any(pattern not in ("layers", "model.layers") for pattern in patterns):
         raise UnsupportedAdapter(
-            f"{CONFIG_FILE}: layers_pattern is {_shown(patterns)}; the layers of a base are called model.layers",
+            f"{CONFIG_FILE}: layers_pattern is {shown(patterns)}; the layers of a base are called model.layers",
             field="layers_pattern",
         )
     if value is None or value == []:
@@ -234,7 +235,7 @@ def _compiled(field: str, text: str) -> Pattern:
     try:
         return compile_pattern(text)
     except UnsafePattern as error:
-        raise UnsupportedAdapter(f"{CONFIG_FILE}: {field} {_shown(text)}: {error}", field=field) from error
+        raise UnsupportedAdapter(f"{CONFIG_FILE}: {field} {shown(text)}: {error}", field=field) from error
 
 
 def _rank(field: str, value: Any) -> int:
@@ -250,9 +251,4 @@ def _alpha(field: str, value: Any) -> float:
 
 
 def _malformed(field: str, value: Any, wanted: str) -> InvalidAdapter:
-    return InvalidAdapter(f"{CONFIG_FILE}: {field} must be {wanted}, not {_shown(value)}", field=field)
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return InvalidAdapter(f"{CONFIG_FILE}: {field} must be {wanted}, not {shown(value)}", field=field)

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.adapter_format.tensor_file import NUMPY_DTYPES, StoredTensor, open_tensors, write_tensors
+from loraplex.digests import canonical_json, digest_of
 from loraplex.errors import CorruptArtifact, InvalidAdapter
 
 PACKER: Final = 1
@@ -65,7 +66,7 @@ def version_digest(base_digest: str, modules: Iterable[PackedModule]) -> str:
             for factor, array in (("A", module.a), ("B", module.b))
         ],
     }
-    return hashlib.sha256(_canonical(facts)).hexdigest()
+    return digest_of(facts)
 
 
 def pack(adapter: PackedAdapter, file: Path) -> str:
@@ -83,7 +84,7 @@ def pack(adapter: PackedAdapter, file: Path) -> str:
         for factor, array in (("A", module.a), ("B", module.b))
     ]
     with file.open("wb") as stream:
-        write_tensors(stream, tensors, {_KEY: _canonical(header).decode()})
+        write_tensors(stream, tensors, {_KEY: canonical_json(header).decode()})
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -122,10 +123,6 @@ def _module(path: Path, name: str, facts: Mapping[str, Any], tensors: Mapping[st
     if not shaped or a.dtype != b.dtype or a.dtype not in NUMPY_DTYPES or not np.isfinite(scale):
         raise CorruptArtifact(f"{path.name}: module {name} contradicts itself", file=path.name, tensor=name)
     return PackedModule(name, rank, scale, a.dtype, a.array(), b.array())
-
-
-def _canonical(facts: Any) -> bytes:
-    return json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()
 
 
 def _sha256(array: NDArray[Any]) -> str:

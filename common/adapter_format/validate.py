@@ -19,8 +19,10 @@ from common.adapter_format.config import LoraConfig, parse_config
 from common.adapter_format.packed import FORMAT_NONE, PackedAdapter, PackedModule, version_digest
 from common.adapter_format.tensor_file import NUMPY_DTYPES, StoredTensor, open_tensors
 from loraplex.errors import AdapterMismatch, CorruptArtifact, InvalidAdapter, UnsupportedAdapter
+from loraplex.peft_folder import WEIGHTS_FILE
 
-WEIGHTS_FILE: Final = "adapter_model.safetensors"
+__all__ = ["WEIGHTS_FILE", "validate"]
+
 # base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight, with or without the adapter's name before .weight.
 _FACTOR: Final = re.compile(
     r"(?:base_model\.model\.)?(?:model\.)?(layers\.(?:0|[1-9]\d{0,5})\.\w+\.\w+)\.lora_(A|B)(?:\.(\w+))?\.weight"

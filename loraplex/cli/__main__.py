@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import sys
 
-from loraplex.cli import adapters, bases, fleet
+from loraplex.cli import adapters, bases, workers
 from loraplex.cli.app import new_group
 from loraplex.cli.chat import chat
 from loraplex.cli.demo import demo
 from loraplex.cli.generate import generate
+from loraplex.cli.models import models
 from loraplex.cli.up import up
+from loraplex.cli.version import version
 
 app = new_group("Loraplex: one base model, every tenant's LoRA adapter, any mix of adapters in one batch.", top=True)
 app.command()(up)
@@ -19,9 +21,9 @@ app.command()(generate)
 app.command()(chat)
 app.add_typer(adapters.app, name="adapter")
 app.add_typer(bases.app, name="base")
-app.add_typer(fleet.worker_app, name="worker")
-app.command()(fleet.models)
-app.command()(fleet.version)
+app.add_typer(workers.app, name="worker")
+app.command()(models)
+app.command()(version)
 
 
 def main() -> None:

@@ -15,8 +15,8 @@ from loraplex.cli.app import new_group
 from loraplex.cli.options import REGISTRY, ROUTER, Json, Registry, Router, Wait
 from loraplex.client import Client
 from loraplex.errors import CatalogBehind, ModelNotFound, Unavailable
+from loraplex.peft_folder import read_adapter_folder
 from loraplex.records import AdapterVersion
-from loraplex.registration import read_adapter_folder
 
 app = new_group("Register adapters and look at them.")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -13,17 +12,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from loraplex.cli import output
 from loraplex.cli.app import new_group
 from loraplex.cli.base_source import default_base_id
+from loraplex.cli.folders import cache_dir
 from loraplex.cli.options import REGISTRY, Json, Registry
 from loraplex.client import Client
 from loraplex.manifest import BaseManifest, read_manifest
 
 app = new_group("Register base models and look at them.")
-
-
-def cache_dir() -> Path:
-    """Return the folder for what can be computed again: $XDG_CACHE_HOME/loraplex or ~/.cache/loraplex."""
-    configured = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(configured) if configured else Path.home() / ".cache") / "loraplex"
 
 
 def manifest_with_progress(folder: Path, *, quiet: bool) -> BaseManifest:

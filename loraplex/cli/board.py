@@ -45,12 +45,7 @@ class LineBoard:
 
     def update(self, status: Status) -> None:
         """Print a status line."""
-        detail = status.detail
-        if status.state == "starting":
-            self._start_s[status.name] = time.monotonic()
-        elif status.state == "ready" and status.name in self._start_s:
-            detail = f"after {time.monotonic() - self._start_s.pop(status.name):.1f} s"
-        style = _STYLES[status.state]
+        style, detail = _STYLES[status.state], self._detail(status)
         line = f"{escape(status.name):<10} [{style}]{status.state:<10}[/] {escape(output.clean(detail))}"
         self._console.print(line.rstrip())
 
@@ -63,6 +58,14 @@ class LineBoard:
 
     def event(self, name: str, facts: dict[str, Any]) -> None:
         """Tell programs a fact; people have `say`."""
+
+    def _detail(self, status: Status) -> str:
+        """Return what stands behind the state: how long the start took, once it is over."""
+        if status.state == "starting":
+            self._start_s[status.name] = time.monotonic()
+        elif status.state == "ready" and status.name in self._start_s:
+            return f"after {time.monotonic() - self._start_s.pop(status.name):.1f} s"
+        return status.detail
 
 
 class LiveBoard(LineBoard):
@@ -90,15 +93,9 @@ class LiveBoard(LineBoard):
         if self._live is None:
             super().update(status)
             return
-        style = _STYLES[status.state]
-        detail = status.detail
-        if status.state == "starting":
-            self._start_s[status.name] = time.monotonic()
-        elif status.state == "ready" and status.name in self._start_s:
-            detail = f"after {time.monotonic() - self._start_s.pop(status.name):.1f} s"
         busy = status.state in ("starting", "restarting", "stopping")
-        label = Text(status.state, style=style)
-        self._rows[status.name] = (Spinner("dots", text=label) if busy else label, detail)
+        label = Text(status.state, style=_STYLES[status.state])
+        self._rows[status.name] = (Spinner("dots", text=label) if busy else label, self._detail(status))
 
     def settle(self) -> None:
         """Leave the table as it is; what comes is printed below it."""

@@ -10,8 +10,8 @@ from typing import Final
 
 from loraplex.cli import output
 from loraplex.cli.base_source import Base
-from loraplex.cli.bases import cache_dir
 from loraplex.cli.cluster import Cluster, ClusterPlan
+from loraplex.cli.folders import cache_dir
 from loraplex.client import AsyncClient
 from loraplex.errors import AlreadyExists, Cancelled, CatalogBehind, DeadlineExceeded, FailedPrecondition
 from loraplex.manifest import BaseManifest, read_manifest, weight_files

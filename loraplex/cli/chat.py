@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from loraplex.cli import output, sampling
-from loraplex.cli.generate import Model
-from loraplex.cli.options import ROUTER, Json, Router
+from loraplex.cli import answers, output, sampling
+from loraplex.cli.options import ROUTER, Json, Model, Router
 from loraplex.client import Client, Gatherer, Message, Sampling, TextDelta
 from loraplex.errors import LoraplexError, PromptTooLong
 
@@ -91,7 +90,7 @@ class _Conversation:
     def turn(self, text: str) -> None:
         """Say `text` and print the answer as it comes; Ctrl-C ends it and keeps what has come."""
         asked = [*self._messages, Message("user", text)]
-        gatherer, watch = Gatherer(), sampling.Stopwatch()
+        gatherer, watch = Gatherer(), answers.Stopwatch()
         pieces: list[str] = []
         events = self._client.generate(self._model, messages=asked, sampling=self._sampling)
         try:
@@ -109,10 +108,10 @@ class _Conversation:
             output.note("(interrupted)")
         else:
             if self._as_json:
-                output.print_json(sampling.answer_json(self._model, gatherer.completion(), watch), indent=None)
+                output.print_json(answers.answer_json(self._model, gatherer.completion(), watch), indent=None)
             else:
                 output.write_text("\n")
                 if self._stats:
-                    sampling.print_stats(gatherer.completion(), watch)
+                    answers.print_stats(gatherer.completion(), watch)
         if pieces:
             self._messages = [*asked, Message("assistant", "".join(pieces))]

@@ -61,9 +61,9 @@ class ClusterPlan:
 
     def specs(self) -> list[ProcessSpec]:
         """Return the processes, in the order they are shown."""
-        # Nobody balances load over a local cluster, so no notice is given before a drain.
+        # Nobody balances load over a local cluster, so workers and router (below) give no notice before they drain.
         drain = ("--drain-timeout-s", f"{self.drain_s:g}")
-        common = ("--host", self.host, *(("--insecure",) if self.insecure else ()))
+        common = ("--host", self.host, *(("--insecure",) if self.insecure else ()), *drain)
         registry = ("registry", *common, "--port", str(self.registry_port))
         specs = [
             ProcessSpec(
@@ -83,7 +83,7 @@ class ClusterPlan:
                 ProcessSpec(
                     name=name,
                     role="worker",
-                    command=(*worker, *where, "--dtype", self.dtype, "--drain-notice-s", "0", *drain),
+                    command=(*worker, *where, "--dtype", self.dtype, "--drain-notice-s", "0"),
                     address=self.workers[index],
                     log_file=self.log_dir / f"{name}.log",
                     cwd=self.tree,
@@ -95,7 +95,7 @@ class ClusterPlan:
             ProcessSpec(
                 name="router",
                 role="router",
-                command=(*router, *peers, "--drain-delay-s", "0", *drain),
+                command=(*router, *peers, "--drain-delay-s", "0"),
                 address=self.router,
                 log_file=self.log_dir / "router.log",
                 cwd=self.tree,

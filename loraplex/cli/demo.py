@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.rule import Rule
 
 from loraplex.cli import output
+from loraplex.cli.answers import answer_json
 from loraplex.cli.base_source import Base, resolve_base
 from loraplex.cli.board import LineBoard, make_board
 from loraplex.cli.bring_up import adapter_folders, bring_up
@@ -22,7 +23,6 @@ from loraplex.cli.demo_prompts import DemoPrompt, read_prompts
 from loraplex.cli.demo_stage import Round, Stage, judge
 from loraplex.cli.options import Json
 from loraplex.cli.ports import claim_ports
-from loraplex.cli.sampling import answer_json
 from loraplex.cli.signals import StopSignals
 from loraplex.cli.tree import find_tree
 from loraplex.client import AsyncClient

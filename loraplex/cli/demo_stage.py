@@ -14,8 +14,8 @@ from rich.markup import escape
 from rich.rule import Rule
 
 from loraplex.cli import output
+from loraplex.cli.answers import Stopwatch, facts_line
 from loraplex.cli.demo_prompts import BASE, DemoPrompt
-from loraplex.cli.sampling import Stopwatch, facts_line
 from loraplex.client import AsyncClient, Completion, Gatherer, Message, Sampling, TextDelta
 from loraplex.errors import Unavailable
 from loraplex.records import AdapterRegistration

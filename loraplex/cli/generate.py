@@ -7,14 +7,10 @@ from typing import Annotated
 
 import typer
 
-from loraplex.cli import output, sampling
-from loraplex.cli.options import ROUTER, Json, Router
+from loraplex.cli import answers, output, sampling
+from loraplex.cli.options import ROUTER, Json, Model, Router
 from loraplex.client import Client, Completion, Gatherer, Message, TextDelta
 from loraplex.errors import EmptyPrompt, InvalidRequest
-
-Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="An adapter, NAME@DIGEST-PREFIX, or a base id.", show_default=False)
-]
 
 
 def generate(
@@ -62,7 +58,7 @@ def generate(
         min_p=min_p, seed=seed, min_tokens=min_tokens, ignore_eos=ignore_eos or None, n=n, logprobs=logprobs,
         repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
     )  # fmt: skip
-    gatherer, watch = Gatherer(), sampling.Stopwatch()
+    gatherer, watch = Gatherer(), answers.Stopwatch()
     live = not as_json and (n or 1) == 1
     with Client(router) as client:
         events = client.generate(
@@ -79,13 +75,13 @@ def generate(
                 output.write_text(event.text)
     completion = gatherer.completion()
     if as_json:
-        output.print_json(sampling.answer_json(model, completion, watch))
+        output.print_json(answers.answer_json(model, completion, watch))
     elif live:
         output.write_text("\n")
     else:
         _print_choices(completion)
     if stats and not as_json:
-        sampling.print_stats(completion, watch)
+        answers.print_stats(completion, watch)
 
 
 def _prompt(prompt: str | None) -> str:

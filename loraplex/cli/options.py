@@ -6,14 +6,16 @@ from typing import Annotated
 
 import typer
 
+from loraplex.address import parse_address
 from loraplex.calls import DEFAULT_REGISTRY, DEFAULT_ROUTER
 
 
 def check_address(value: str) -> str:
     """Return `host:port` as it is. Raises typer.BadParameter for anything else."""
-    host, _, port = value.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) <= 65535:
-        raise typer.BadParameter(f"{value!r} is not HOST:PORT, for example 127.0.0.1:50050")
+    try:
+        parse_address(value)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     return value
 
 
@@ -36,6 +38,9 @@ Registry = Annotated[
         help="The registry's gRPC address.",
         callback=check_address,
     ),
+]
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="An adapter, NAME@DIGEST-PREFIX, or a base id.", show_default=False)
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text for people.")]
 Wait = Annotated[

@@ -95,7 +95,7 @@ def print_error(error: LoraplexError, *, as_json: bool) -> None:
         body = {"reason": error.reason, "message": error.message, "metadata": error.metadata}
         print(json.dumps({"error": body}, ensure_ascii=False), file=sys.stderr, flush=True)
         return
-    line = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+    line = stderr()
     line.print("error:", style="bold red", end=" ")
     line.print(escape(clean(error.message)) + escape(_remedy(error)))
 

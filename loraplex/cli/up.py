@@ -18,6 +18,7 @@ from loraplex.cli.base_source import Base, resolve_base
 from loraplex.cli.board import LineBoard, make_board
 from loraplex.cli.bring_up import adapter_folders, bring_up
 from loraplex.cli.cluster import Cluster, ClusterPlan, running
+from loraplex.cli.folders import default_state_dir
 from loraplex.cli.options import Json
 from loraplex.cli.ports import claim_ports
 from loraplex.cli.signals import StopSignals
@@ -35,12 +36,6 @@ class Dtype(StrEnum):
     AUTO = "auto"
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
-
-
-def default_state_dir() -> Path:
-    """Return $XDG_STATE_HOME/loraplex or ~/.local/state/loraplex."""
-    configured = os.environ.get("XDG_STATE_HOME", "")
-    return (Path(configured) if configured else Path.home() / ".local" / "state") / "loraplex"
 
 
 def up(
@@ -120,9 +115,7 @@ def locked(state_dir: Path) -> Iterator[None]:
         state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = (state_dir / "up.lock").open("a+")
     except OSError as error:
-        raise FailedPrecondition(
-            f"the state folder {state_dir} cannot be used ({error.strerror}); choose another with --state"
-        ) from error
+        raise _unusable(state_dir, error) from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -133,10 +126,18 @@ def locked(state_dir: Path) -> Iterator[None]:
                 f"the state folder {state_dir} is in use by another `loraplex up` (process {holder}); "
                 "stop that one, or choose another folder with --state"
             ) from None
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
+        try:
+            lock.truncate(0)
+            os.write(lock.fileno(), str(os.getpid()).encode())
+        except OSError as error:
+            raise _unusable(state_dir, error) from error
         yield
+
+
+def _unusable(state_dir: Path, error: OSError) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"the state folder {state_dir} cannot be used ({error.strerror}); choose another with --state"
+    )
 
 
 async def _up(plan: ClusterPlan, base: Base, adapters: list[Path], board: LineBoard, ready_timeout_s: float) -> int:

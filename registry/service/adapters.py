@@ -9,13 +9,14 @@ from typing import Any, Final
 
 import structlog
 
+from common.pages import decode_token, encode_token, page_size
+from common.tenancy import DEFAULT_TENANT
 from loraplex.errors import AdapterNotFound, InvalidParameter
 from loraplex.registry.v1 import adapter_pb2, adapter_pb2_grpc
 from registry.artifacts import ArtifactFolder
-from registry.domain import TENANT, check_adapter_name
+from registry.domain import check_adapter_name
 from registry.service.garbage import collect
 from registry.service.messages import adapter_message
-from registry.service.pages import decode_token, encode_token, page_size
 from registry.service.tasks import to_the_end
 from registry.service.uploads import Uploads
 from registry.service.watches import Watches
@@ -58,7 +59,7 @@ class Adapters(adapter_pb2_grpc.AdapterServiceServicer):
         """Tell one adapter with all its versions."""
         name = check_adapter_name(request.name)
         async with self._store.read() as reader:
-            adapter = await reader.adapter(TENANT, name)
+            adapter = await reader.adapter(DEFAULT_TENANT, name)
         if adapter is None:
             raise _unknown_adapter(name)
         return adapter_pb2.GetAdapterResponse(adapter=adapter_message(adapter))
@@ -69,7 +70,7 @@ class Adapters(adapter_pb2_grpc.AdapterServiceServicer):
         """List adapters by name."""
         size, after = page_size(request.page_size), decode_token("adapters", request.page_token)
         async with self._store.read() as reader:
-            adapters = await reader.adapters(TENANT, after, size + 1)
+            adapters = await reader.adapters(DEFAULT_TENANT, after, size + 1)
         token = encode_token("adapters", adapters[size - 1].name) if len(adapters) > size else ""
         return adapter_pb2.ListAdaptersResponse(
             adapters=[adapter_message(adapter, old_versions=False) for adapter in adapters[:size]],
@@ -85,10 +86,10 @@ class Adapters(adapter_pb2_grpc.AdapterServiceServicer):
 
     async def _delete(self, name: str) -> int:
         async with self._store.write() as transaction:
-            adapter = await transaction.adapter(TENANT, name)
+            adapter = await transaction.adapter(DEFAULT_TENANT, name)
             if adapter is None:
                 raise _unknown_adapter(name)
-            await transaction.delete_adapter(TENANT, name)
+            await transaction.delete_adapter(DEFAULT_TENANT, name)
         log.info("registry.adapter_deleted", name=name, revision=transaction.revision)
         await collect(self._store, self._artifacts, {version.artifact_digest for version in adapter.versions})
         return transaction.revision

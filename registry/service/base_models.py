@@ -9,12 +9,15 @@ from typing import Any
 
 import structlog
 
+from common.pages import decode_token, encode_token, page_size
+from common.tenancy import DEFAULT_TENANT
+from common.wording import listing
 from loraplex.errors import AlreadyExists, BaseModelNotFound
-from loraplex.manifest import manifest_from_json
+from loraplex.manifest import manifest_from_json, manifest_to_json
 from loraplex.registry.v1 import base_model_pb2, base_model_pb2_grpc
-from registry.domain import TENANT, BaseModelRecord, check_base_id, describe_base, listing
-from registry.service.messages import base_message, manifest_message, manifest_of, manifest_text
-from registry.service.pages import decode_token, encode_token, page_size
+from loraplex.wire import manifest_message
+from registry.domain import BaseModelRecord, check_base_id, describe_base
+from registry.service.messages import base_message, manifest_of
 from registry.service.tasks import to_the_end
 from registry.store import Store
 
@@ -35,7 +38,7 @@ class BaseModels(base_model_pb2_grpc.BaseModelServiceServicer):
         manifest = manifest_of(request.manifest)
         now_us = time.time_ns() // 1000
         described = await asyncio.to_thread(describe_base, base_id, manifest, request.manifest.digest, now_us)
-        base, revision = await to_the_end(self._create(described, manifest_text(manifest)))
+        base, revision = await to_the_end(self._create(described, manifest_to_json(manifest)))
         return base_model_pb2.CreateBaseModelResponse(base_model=base_message(base), revision=revision)
 
     async def _create(self, described: BaseModelRecord, manifest: str) -> tuple[BaseModelRecord, int]:
@@ -48,7 +51,7 @@ class BaseModels(base_model_pb2_grpc.BaseModelServiceServicer):
                     f"{described.digest}; register it under another id",
                     field="base_id",
                 )
-            if known is None and await transaction.adapter(TENANT, base_id) is not None:
+            if known is None and await transaction.adapter(DEFAULT_TENANT, base_id) is not None:
                 raise AlreadyExists(f"{base_id} is the name of an adapter; choose another id", field="base_id")
             if known is None:
                 await transaction.put_base(described, manifest)

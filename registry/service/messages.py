@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from loraplex.manifest import BaseManifest, TensorInfo
@@ -79,33 +77,4 @@ def manifest_of(message: base_model_pb2.BaseModelManifest) -> BaseManifest:
         tokenizer_sha256=message.tokenizer_sha256,
         chat_template_sha256=message.chat_template_sha256,
         tensors=tuple(TensorInfo(t.name, tuple(t.shape), t.dtype, t.sha256) for t in message.tensors),
-    )
-
-
-def manifest_message(manifest: BaseManifest, digest: str) -> base_model_pb2.BaseModelManifest:
-    """Return a manifest as a message."""
-    return base_model_pb2.BaseModelManifest(
-        digest=digest,
-        config_json=manifest.config_json,
-        tokenizer_sha256=manifest.tokenizer_sha256,
-        chat_template_sha256=manifest.chat_template_sha256,
-        tensors=[
-            base_model_pb2.TensorInfo(name=t.name, shape=t.shape, dtype=t.dtype, sha256=t.sha256)
-            for t in manifest.tensors
-        ],
-    )
-
-
-def manifest_text(manifest: BaseManifest) -> str:
-    """Return what the store keeps and `loraplex.manifest.manifest_from_json` reads."""
-    return json.dumps(
-        {
-            "config_json": manifest.config_json,
-            "tokenizer_sha256": manifest.tokenizer_sha256,
-            "chat_template_sha256": manifest.chat_template_sha256,
-            "tensors": [
-                {"name": t.name, "shape": t.shape, "dtype": t.dtype, "sha256": t.sha256} for t in manifest.tensors
-            ],
-        },
-        separators=(",", ":"),
     )

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from common.adapter_format.config import CONFIG_FILE
-from common.adapter_format.validate import WEIGHTS_FILE
+from loraplex.digests import is_digest
 from loraplex.errors import (
     CorruptArtifact,
     InvalidAdapter,
@@ -22,9 +21,9 @@ from loraplex.errors import (
     TooLarge,
     UnsupportedAdapter,
 )
+from loraplex.peft_folder import CONFIG_FILE, PICKLE_SUFFIXES, WEIGHTS_FILE
 from loraplex.registry.v1 import adapter_pb2
 from registry.artifacts import ArtifactFolder, full_disk_is_no_space
-from registry.domain import is_sha256
 
 _FILES: Final = (CONFIG_FILE, WEIGHTS_FILE)
 _MAX_CONFIG_BYTES: Final = 2**20
@@ -92,7 +91,7 @@ class UploadReceiver:
             raise _foreign_file(header.name)
         if header.name in self._done:
             raise InvalidRequest(f"{header.name} was sent twice", field="file_header.name")
-        if not is_sha256(header.sha256):
+        if not is_digest(header.sha256):
             raise InvalidParameter(
                 f"the sha256 of {header.name} must be 64 lower-case hex characters", field="file_header.sha256"
             )
@@ -151,7 +150,7 @@ class UploadReceiver:
 
 def _foreign_file(name: str) -> InvalidAdapter:
     shown = json.dumps(name[:80])
-    if name.endswith((".bin", ".pt", ".pth", ".pkl", ".ckpt")):
+    if name.endswith(PICKLE_SUFFIXES):
         return UnsupportedAdapter(
             f"{shown} is a pickle, which can run code when loaded and is never accepted; save the adapter as "
             f"{WEIGHTS_FILE}: save_pretrained(..., safe_serialization=True)",

@@ -22,6 +22,8 @@ import structlog
 from common.adapter_format.base import BaseLinears, read_linears
 from common.adapter_format.packed import pack
 from common.adapter_format.validate import validate
+from common.tenancy import DEFAULT_TENANT
+from common.wording import listing
 from loraplex.errors import (
     AlreadyExists,
     DeadlineExceeded,
@@ -33,7 +35,7 @@ from loraplex.errors import (
 from loraplex.manifest import manifest_from_json
 from loraplex.registry.v1 import adapter_pb2
 from registry.artifacts import ArtifactFolder, full_disk_is_no_space
-from registry.domain import TENANT, VersionRecord, check_adapter_name, cut_over, describe_version, listing
+from registry.domain import VersionRecord, check_adapter_name, check_same_base, cut_over, describe_version
 from registry.service.base_models import unknown_base
 from registry.service.garbage import collect
 from registry.service.messages import adapter_message
@@ -142,7 +144,7 @@ class Uploads:
     ) -> adapter_pb2.UploadArtifactResponse:
         async with self._store.write() as transaction:
             await _check_name_is_free(transaction, target.name, target.base_id)
-            existing = await transaction.adapter(TENANT, target.name)
+            existing = await transaction.adapter(DEFAULT_TENANT, target.name)
             adapter = cut_over(existing, target.name, target.base_id, version)
             # Also where nothing changes: an artifact that was lost comes back by registering it again.
             await asyncio.to_thread(self._artifacts.publish, packed, version.artifact_digest)
@@ -195,9 +197,6 @@ async def _check_name_is_free(reader: Reader, name: str, base_id: str) -> None:
     """Refuse a name that means something else: a base, or an adapter of another base."""
     if await reader.base(name) is not None:
         raise AlreadyExists(f"{name} is the id of a base model; choose another name", field="name")
-    existing = await reader.adapter(TENANT, name)
-    if existing is not None and existing.base_id != base_id:
-        raise AlreadyExists(
-            f"adapter {name} belongs to base {existing.base_id}; delete it first or choose another name for this one",
-            field="name",
-        )
+    existing = await reader.adapter(DEFAULT_TENANT, name)
+    if existing is not None:
+        check_same_base(existing, base_id)

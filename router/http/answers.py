@@ -10,15 +10,18 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from loraplex.types.v1 import generation_pb2
 from router.http.logprobs import CompletionPositions, chat_positions
-from router.http.translate import FINISH_REASONS
 
 _json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 DONE = b"data: [DONE]\n\n"
+_FINISH_REASONS: Final[Mapping[int, str]] = {
+    generation_pb2.FINISH_REASON_STOP: "stop",
+    generation_pb2.FINISH_REASON_LENGTH: "length",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,4 +188,4 @@ class CompletionAnswer(Answer):
 
 def finish_reason(finished: generation_pb2.ChoiceFinished) -> str:
     """Return OpenAI's word for why a choice ended."""
-    return FINISH_REASONS.get(finished.reason, "stop")
+    return _FINISH_REASONS.get(finished.reason, "stop")

@@ -11,13 +11,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from common.tenancy import DEFAULT_TENANT
 from loraplex.errors import InvalidRequest, LoraplexError, NotFound
-from router.catalog import MIN_REVISION_KEY, Adapter, Base, Catalog, parse_min_revision
+from loraplex.metadata_keys import MIN_REVISION_KEY
+from router.catalog import Adapter, Base, Catalog, parse_min_revision
 from router.http.answers import ChatAnswer, CompletionAnswer
 from router.http.errors import error_answer, error_object
 from router.http.generation import GenerationEndpoint
 from router.http.translate import chat_plan, completion_plan
-from router.inference import TENANT, Inference, request_id_from
+from router.inference import Inference, request_id_from
 from router.metrics import Metrics
 
 _OWNER = "loraplex"
@@ -81,16 +83,16 @@ class Models:
     async def all(self, request: Request) -> Response:
         """List the models a request may name."""
         snapshot = await self._catalog.at_least(parse_min_revision(request.headers.get(MIN_REVISION_KEY)))
-        data = [model_object(item) for item in snapshot.models(TENANT)]
+        data = [model_object(item) for item in snapshot.models(DEFAULT_TENANT)]
         return JSONResponse({"object": "list", "data": data})
 
     async def one(self, request: Request) -> Response:
         """Tell one model; `name@prefix` tells the version it means."""
         snapshot = await self._catalog.at_least(parse_min_revision(request.headers.get(MIN_REVISION_KEY)))
-        resolved = snapshot.resolve(TENANT, request.path_params["model"])
+        resolved = snapshot.resolve(DEFAULT_TENANT, request.path_params["model"])
         if resolved.version is None:
             return JSONResponse(model_object(snapshot.bases[resolved.base_id]))
-        adapter = Adapter(TENANT, resolved.model, resolved.base_id, resolved.version, (resolved.version,))
+        adapter = Adapter(DEFAULT_TENANT, resolved.model, resolved.base_id, resolved.version, (resolved.version,))
         return JSONResponse(model_object(adapter))
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import grpc
 
-from loraplex.errors import LoraplexError, ModelNotFound, TooLarge
+from loraplex.errors import LoraplexError, ModelNotFound, RequestTimeout, TooLarge
 
 _HTTP_STATUS: Final[Mapping[grpc.StatusCode, int]] = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
@@ -20,13 +20,6 @@ _HTTP_STATUS: Final[Mapping[grpc.StatusCode, int]] = {
     grpc.StatusCode.UNAVAILABLE: 503,
     grpc.StatusCode.DEADLINE_EXCEEDED: 504,
 }
-
-
-class RequestTimeout(LoraplexError):
-    """The client did not send its whole request in time."""
-
-    code = grpc.StatusCode.DEADLINE_EXCEEDED
-    reason = "REQUEST_TIMEOUT"
 
 
 def http_status(error: LoraplexError) -> int:

@@ -16,17 +16,19 @@ from typing import Any, Final
 import structlog
 from starlette.types import Receive, Scope, Send
 
+from common.tenancy import DEFAULT_TENANT
 from loraplex.errors import DeadlineExceeded, LoraplexError
+from loraplex.metadata_keys import MIN_REVISION_KEY, REQUEST_ID_KEY
 from loraplex.types.v1 import generation_pb2
 from loraplex.worker.v1 import worker_pb2
-from router.catalog import MIN_REVISION_KEY, Resolved
-from router.forward import REQUEST_ID_KEY, Job, WorkerStream
+from router.catalog import Resolved
+from router.forward import Job, WorkerStream
 from router.http.answers import DONE, Answer, Head, Total, finish_reason
 from router.http.errors import error_answer, error_object
 from router.http.facts import fact_headers, facts_object, fingerprint
 from router.http.translate import Plan
 from router.http.wire import ClientGone, header, parse_json, read_body, send_answer, until_client_leaves
-from router.inference import TENANT, Inference, request_id_from
+from router.inference import Inference, request_id_from
 from router.metrics import Observation
 
 log = structlog.get_logger(__name__)
@@ -84,7 +86,7 @@ class GenerationEndpoint:
             with self._inference.observed("http") as observation:
                 request_id = request_id_from(header(scope, REQUEST_ID_KEY))
                 plan = self._plan(parse_json(await read_body(receive, self._max_body_bytes)))
-                with self._inference.admitted(TENANT, len(plan.requests)):
+                with self._inference.admitted(DEFAULT_TENANT, len(plan.requests)):
                     exchange = _Exchange(plan, request_id, header(scope, MIN_REVISION_KEY), observation, send)
                     await until_client_leaves(receive, self._serve(exchange))
         except ClientGone:
@@ -103,9 +105,9 @@ class GenerationEndpoint:
         try:
             # The calls below have the deadline themselves; this one is for a client that reads too slowly.
             async with asyncio.timeout(inference.request_timeout_s + _SEND_GRACE_S):
-                resolved = await inference.resolve(TENANT, plan.model, exchange.min_revision)
+                resolved = await inference.resolve(DEFAULT_TENANT, plan.model, exchange.min_revision)
                 jobs = [
-                    Job(_job_id(exchange, number), TENANT, resolved, request, deadline_s)
+                    Job(_job_id(exchange, number), DEFAULT_TENANT, resolved, request, deadline_s)
                     for number, request in enumerate(plan.requests)
                 ]
                 streams = await inference.open_all(jobs)

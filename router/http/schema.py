@@ -10,13 +10,18 @@ from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from common import sampling_limits as limits
 from loraplex.errors import EmptyPrompt, InvalidParameter
 
 MAX_PROMPTS: Final = 128
 _INT64_MAX: Final = 2**63 - 1
 _UINT32_MAX: Final = 2**32 - 1
+_PROMPT_KINDS: Final = "a string, an array of strings, an array of token ids, or an array of such arrays"
 
-StopString = Annotated[str, Field(min_length=1, max_length=256)]
+_Penalty = Annotated[float, Field(ge=-limits.MAX_PENALTY, le=limits.MAX_PENALTY)]
+_TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+_Bias = Annotated[float, Field(ge=-limits.MAX_LOGIT_BIAS, le=limits.MAX_LOGIT_BIAS)]
+StopString = Annotated[str, Field(min_length=1, max_length=limits.MAX_STOP_CHARS)]
 
 
 class _Lenient(BaseModel):
@@ -35,26 +40,20 @@ class _Common(_Lenient):
     """The fields that both endpoints share. None is the same as absent."""
 
     model: Annotated[str, Field(min_length=1)]
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=limits.MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=_UINT32_MAX)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-_INT64_MAX - 1, le=_INT64_MAX)] | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=limits.MAX_STOPS)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=_UINT32_MAX)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=_UINT32_MAX)] | None = None
     ignore_eos: bool | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: (
-        Annotated[
-            dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
-            Field(max_length=1024),
-        ]
-        | None
-    ) = None
-    n: Annotated[int, Field(ge=1, le=16)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=limits.MAX_REPETITION_PENALTY)] | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    logit_bias: Annotated[dict[_TokenKey, _Bias], Field(max_length=limits.MAX_LOGIT_BIASES)] | None = None
+    n: Annotated[int, Field(ge=1, le=limits.MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -80,14 +79,14 @@ class ChatRequest(_Common):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=_UINT32_MAX)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=limits.MAX_LOGPROBS)] | None = None
 
 
 class CompletionRequest(_Common):
     """POST /v1/completions."""
 
     prompt: Any  # text, texts, tokens or lists of tokens: `prompts_of` checks it, with better words
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=limits.MAX_LOGPROBS)] | None = None
 
 
 R = TypeVar("R", bound=_Common)
@@ -135,9 +134,6 @@ def prompts_of(prompt: object) -> list[str | list[int]]:
     return prompts
 
 
-_PROMPT_KINDS: Final = "a string, an array of strings, an array of token ids, or an array of such arrays"
-
-
 def _prompt_of(value: object, path: str) -> str | list[int]:
     """Return one prompt: not empty, its tokens in range."""
     if value in ("", []):
@@ -156,13 +152,9 @@ def _prompt_of(value: object, path: str) -> str | list[int]:
 
 def _path(loc: tuple[int | str, ...]) -> list[int | str]:
     """Return the field names and indices of a location, without pydantic's names of union members."""
-    return [part for part in loc if isinstance(part, int) or _is_field(part)]
+    return [part for part in loc if isinstance(part, int) or part in _FIELDS]
 
 
-_KNOWN: Final = frozenset(
+_FIELDS: Final = frozenset(
     name for kind in (ChatRequest, CompletionRequest, Message, TextPart, StreamOptions) for name in kind.model_fields
 )
-
-
-def _is_field(part: str) -> bool:
-    return part in _KNOWN

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from loraplex.errors import InvalidParameter
 from loraplex.router.v1 import inference_pb2
-from loraplex.types.v1 import generation_pb2, sampling_pb2
+from loraplex.types.v1 import sampling_pb2
 from router.http.schema import ChatRequest, CompletionRequest, Message, TextPart, prompts_of, read_request
 
 COMPLETION_MAX_TOKENS: Final = 16
@@ -177,9 +177,3 @@ def _sampling(
         logit_bias={int(token): bias for token, bias in (request.logit_bias or {}).items()},
         n=request.n,
     )
-
-
-FINISH_REASONS: Final[Mapping[int, str]] = {
-    generation_pb2.FINISH_REASON_STOP: "stop",
-    generation_pb2.FINISH_REASON_LENGTH: "length",
-}

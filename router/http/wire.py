@@ -9,8 +9,7 @@ from typing import Any, Final
 
 from starlette.types import Receive, Scope, Send
 
-from loraplex.errors import Cancelled, InvalidRequest, TooLarge
-from router.http.errors import RequestTimeout
+from loraplex.errors import Cancelled, InvalidRequest, RequestTimeout, TooLarge
 
 BODY_TIMEOUT_S: Final = 30.0
 _DISCARD_BYTES: Final = 64 * 2**20

@@ -78,6 +78,7 @@ async def test_every_supported_architecture_is_accepted(empty_registry, tmp_path
 
 
 HUGE = TensorInfo("a", (2**63, 2), "F32", "0" * 64)
+DEEP = TensorInfo("a", (1,) * 9, "F32", "0" * 64)  # many large sizes would take hours to multiply
 
 
 def _without_layer(manifest):
@@ -100,6 +101,7 @@ def _config(**fields):
         (lambda m: dataclasses.replace(m, tensors=m.tensors[::-1]), "manifest.tensors"),
         (lambda m: dataclasses.replace(m, tensors=m.tensors + m.tensors[-1:]), "manifest.tensors"),
         (lambda m: dataclasses.replace(m, tensors=(HUGE, *m.tensors)), "manifest.tensors"),
+        (lambda m: dataclasses.replace(m, tensors=(DEEP, *m.tensors)), "manifest.tensors"),
         (lambda m: dataclasses.replace(m, tokenizer_sha256="abc"), "manifest"),
     ],
 )  # fmt: skip

@@ -200,6 +200,15 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once(registry: FakeRe
     assert not worker.requests
 
 
+async def test_an_over_long_prompt_gets_to_the_worker_that_tells_its_length(
+    registry: FakeRegistry, worker: FakeWorker
+) -> None:
+    worker.script = raising(errors.PromptTooLong("too long"))
+    await worker.set(max_context_tokens=2048)  # at 1000 tokens a second
+    async with running_router(registry.address, worker.address) as router:
+        assert isinstance(await refusal(router, prompt="x" * 1_000_000, timeout_s=20), errors.PromptTooLong)
+
+
 @pytest.mark.parametrize(
     "error",
     [errors.Draining("d"), errors.QueueFull("q"), errors.EngineDown("e"), errors.ArtifactUnreachable("a")],

@@ -14,6 +14,7 @@ import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from common.backoff import Backoff
 from loraplex.errors import (
     ArtifactUnreachable,
     Draining,
@@ -28,8 +29,7 @@ from loraplex.worker.v1.worker_pb2_grpc import WorkerServiceStub
 from tests.fake_runner import Trigger
 from tests.tiny_base import write_tiny_base
 from tests.worker_front import ArtifactServer, Front, Merged, running_front, serving_artifacts
-from worker.backoff import Backoff
-from worker.engine_client import EngineOptions
+from worker.engine_client import EnginePatience
 from worker.engine_link import EngineStartError
 from worker.generation import StreamLimits
 
@@ -95,8 +95,8 @@ async def test_a_killed_engine_fails_its_requests_fast_and_the_next_one_works(ba
 
 
 async def test_while_the_engine_is_down_requests_are_refused_as_unavailable_and_health_says_so(base, tmp_path):
-    patient = EngineOptions(backoff=Backoff(first_s=20))
-    async with running_front(base, tmp_path / "cache", engine_options=patient) as front:
+    patient = EnginePatience(backoff=Backoff(first_s=20, longest_s=20))
+    async with running_front(base, tmp_path / "cache", engine_patience=patient) as front:
         assert await health(front) == health_pb2.HealthCheckResponse.SERVING
         os.kill(engine_pid(), signal.SIGKILL)
         await front.status_where(lambda fields: fields["state"] == NOT_SERVING)
@@ -107,8 +107,8 @@ async def test_while_the_engine_is_down_requests_are_refused_as_unavailable_and_
 
 
 async def test_an_engine_that_hangs_is_killed_and_replaced(base, tmp_path):
-    impatient = EngineOptions(silence_timeout_s=0.5, backoff=Backoff(first_s=0.01), exit_timeout_s=1)
-    async with running_front(base, tmp_path / "cache", environment=SLOW, engine_options=impatient) as front:
+    impatient = EnginePatience(silence_timeout_s=0.5, backoff=Backoff(first_s=0.01, longest_s=30), exit_timeout_s=1)
+    async with running_front(base, tmp_path / "cache", environment=SLOW, engine_patience=impatient) as front:
         answer = await front.generate(front.request([int(Trigger.HANG), 5]))
         assert isinstance(answer.error, EngineDown)
         await front.status_where(lambda fields: fields["state"] == SERVING)
@@ -127,10 +127,10 @@ async def test_an_engine_that_cannot_start_ends_the_worker_with_its_reason(base,
 
 
 async def test_an_engine_that_crashes_before_it_was_ever_ready_ends_the_worker_in_the_end(base, tmp_path):
-    options = EngineOptions(backoff=Backoff(first_s=0.001), max_failed_starts=3)
+    options = EnginePatience(backoff=Backoff(first_s=0.001, longest_s=30), max_failed_starts=3)
     with pytest.raises(BaseExceptionGroup) as caught:
         async with running_front(
-            base, tmp_path / "cache", environment={"VOCAB_SIZE": "no number"}, engine_options=options, wait_ready=False
+            base, tmp_path / "cache", environment={"VOCAB_SIZE": "no number"}, engine_patience=options, wait_ready=False
         ) as front:
             await front.task
     assert isinstance(caught.value.exceptions[0], EngineStartError)

@@ -6,7 +6,6 @@ What comes out has every byte on the disk and the right SHA-256; a failure leave
 from __future__ import annotations
 
 import asyncio
-import errno
 import hashlib
 import os
 import random
@@ -18,26 +17,23 @@ from typing import BinaryIO, Final
 
 import structlog
 
+from common.backoff import Backoff
+from common.disk import is_full
 from loraplex.errors import ArtifactUnreachable, CorruptArtifact, LoraplexError, NoSpace
 from worker.adapters.source import ArtifactSource, SourceInterrupted
 
 log = structlog.get_logger(__name__)
 
-_FULL_DISK: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+_BACKOFF: Final = Backoff(first_s=0.1, longest_s=2.0)
+_RNG: Final = random.Random()  # noqa: S311 - spreads load, no secret
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Tries in a row without a byte of progress, and the pauses between them in seconds (doubling, with jitter)."""
+    """Tries in a row without a byte of progress, and the pauses between them."""
 
     tries: int = 6
-    first_pause_s: float = 0.1
-    longest_pause_s: float = 2.0
-
-    def pause_s(self, failures: int) -> float:
-        """Return the pause after so many failures in a row."""
-        pause_s = min(self.longest_pause_s, self.first_pause_s * 2.0 ** (failures - 1))
-        return pause_s * random.uniform(0.75, 1.25)  # noqa: S311 - spreads load, no secret
+    backoff: Backoff = _BACKOFF
 
 
 class Partial:
@@ -105,15 +101,6 @@ async def download(
     return partial
 
 
-def sync_folder(folder: Path) -> None:
-    """Bring the folder's names to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 async def _receive(
     source: ArtifactSource,
     artifact_digest: str,
@@ -147,10 +134,10 @@ async def _receive(
                 f"adapter artifact {artifact_digest[:12]} is not cached here and its source cannot be reached "
                 f"({interruption}); try again later",
                 artifact_digest=artifact_digest,
-                retry_after_s=retry.longest_pause_s,
+                retry_after_s=retry.backoff.longest_s,
             ) from interruption
         log.info("artifact.interrupted", artifact=artifact_digest[:12], at=partial.size_bytes, why=str(interruption))
-        await asyncio.sleep(retry.pause_s(failures))
+        await asyncio.sleep(retry.backoff.jittered_s(failures, _RNG))
 
 
 def _check_digest(partial: Partial, artifact_digest: str) -> None:
@@ -169,7 +156,7 @@ def _wrong_size(artifact_digest: str, got: int, expected: int) -> CorruptArtifac
 
 def disk_error(error: OSError, folder: Path) -> LoraplexError:
     """Return the typed error for a failure of the cache's disk."""
-    if error.errno in _FULL_DISK:
+    if is_full(error):
         return NoSpace(
             f"the disk of the adapter cache {folder} is full; free some space or give the cache another folder",
             retry_after_s=5.0,

@@ -11,7 +11,6 @@ import asyncio
 import fcntl
 import hashlib
 import os
-import re
 import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -22,14 +21,15 @@ from typing import Final, Self
 
 import structlog
 
+from common.disk import sync_folder
+from loraplex.digests import is_digest
 from loraplex.errors import FailedPrecondition, LoraplexError, NoSpace
-from worker.adapters.download import RetryPolicy, disk_error, download, sync_folder
+from worker.adapters.download import RetryPolicy, disk_error, download
 from worker.adapters.source import ArtifactSource
 from worker.mailbox import AdapterFile
 
 log = structlog.get_logger(__name__)
 
-_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _HASH_STEP: Final = 2**22
 
 
@@ -284,7 +284,7 @@ class AdapterStore:
             ) from error
         for leftover in self._incoming.iterdir():
             leftover.unlink(missing_ok=True)
-        files = [(file.stat(), file.name) for file in self._folder.iterdir() if _DIGEST.fullmatch(file.name)]
+        files = [(file.stat(), file.name) for file in self._folder.iterdir() if is_digest(file.name)]
         for facts, name in sorted(files, key=lambda entry: (entry[0].st_atime_ns, entry[1])):
             self._cached[name] = _Cached(facts.st_size, verified=False)
         return lock

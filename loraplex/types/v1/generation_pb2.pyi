@@ -164,7 +164,7 @@ class TokenLogprob(_message.Message):
     token: _builtins.bytes
     """The token's bytes; may be a part of a UTF-8 character."""
     logprob: _builtins.float
-    """Natural logarithm of the probability before temperature and penalties' truncation."""
+    """Natural logarithm of the probability by the model itself: before penalties, bias, temperature and truncation."""
     def __init__(
         self,
         *,

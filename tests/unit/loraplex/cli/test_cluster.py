@@ -55,19 +55,21 @@ def test_the_plan_follows_the_services_command_lines(tmp_path):
     plan = make_plan(tmp_path)
     registry, first, second, router = plan.specs()
     assert registry.command == (
-        "registry", "--host", "127.0.0.1", "--port", str(plan.registry_port),
+        "registry", "--host", "127.0.0.1", "--drain-timeout-s", "0.5", "--port", str(plan.registry_port),
         "--state-dir", f"{tmp_path}/state/registry",
     )  # fmt: skip
     assert first.command == (
-        "worker", "--host", "127.0.0.1", "--port", str(plan.worker_ports[0]), "--worker-id", "worker-0",
+        "worker", "--host", "127.0.0.1", "--drain-timeout-s", "0.5", "--port", str(plan.worker_ports[0]),
+        "--worker-id", "worker-0",
         "--registry", plan.registry, "--base-dir", "/base", "--cache-dir", f"{tmp_path}/state/worker-0",
-        "--dtype", "float32", "--drain-notice-s", "0", "--drain-timeout-s", "0.5",
+        "--dtype", "float32", "--drain-notice-s", "0",
     )  # fmt: skip
     assert second.name == "worker-1"
     assert router.command == (
-        "router", "--host", "127.0.0.1", "--port", str(plan.router_port), "--http-port", str(plan.http_port),
+        "router", "--host", "127.0.0.1", "--drain-timeout-s", "0.5", "--port", str(plan.router_port),
+        "--http-port", str(plan.http_port),
         "--registry", plan.registry, "--workers", ",".join(plan.workers),
-        "--drain-delay-s", "0", "--drain-timeout-s", "0.5",
+        "--drain-delay-s", "0",
     )  # fmt: skip
 
 
@@ -137,4 +139,10 @@ def test_a_state_folder_in_use_names_its_holder(tmp_path):
         with pytest.raises(FailedPrecondition, match=r"process 4711.*--state"), locked(tmp_path):
             pass
     with locked(tmp_path):
+        pass
+
+
+def test_a_full_disk_is_told_with_the_folder(tmp_path):
+    (tmp_path / "up.lock").symlink_to("/dev/full")
+    with pytest.raises(FailedPrecondition, match=r"cannot be used.*--state"), locked(tmp_path):
         pass

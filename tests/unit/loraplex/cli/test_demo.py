@@ -5,9 +5,9 @@ from datetime import UTC, datetime
 
 import pytest
 
+from loraplex.cli.answers import Stopwatch
 from loraplex.cli.demo_prompts import DemoPrompt, read_prompts
 from loraplex.cli.demo_stage import Answer, judge
-from loraplex.cli.sampling import Stopwatch
 from loraplex.errors import InvalidRequest
 from loraplex.generation import Choice, Completion, ServingFacts, Usage
 from loraplex.records import Adapter, AdapterRegistration, AdapterVersion

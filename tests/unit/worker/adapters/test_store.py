@@ -12,13 +12,14 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from common.backoff import Backoff
 from loraplex.errors import ArtifactNotFound, ArtifactUnreachable, CorruptArtifact, FailedPrecondition, NoSpace
 from worker.adapters import download as download_module
 from worker.adapters.download import Partial, RetryPolicy
 from worker.adapters.source import ArtifactStream, SourceInterrupted
 from worker.adapters.store import AdapterStore
 
-QUICK = RetryPolicy(tries=3, first_pause_s=0.001, longest_pause_s=0.002)
+QUICK = RetryPolicy(tries=3, backoff=Backoff(first_s=0.001, longest_s=0.002))
 
 
 class FakeSource:
