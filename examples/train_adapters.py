@@ -23,7 +23,7 @@ RECIPES = (
         "support-voice",
         rank=16,
         targets=("q_proj", "v_proj"),
-        num_steps=120,
+        num_steps=60,
         batch_size=8,
         learning_rate=2e-3,
         rank_stabilized=True,
