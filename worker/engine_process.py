@@ -94,7 +94,7 @@ def parse_options(argv: Sequence[str]) -> EngineOptions:
     parser.add_argument("--max-adapter-bytes", type=_positive, default=None, help="default: bound by slots alone")
     parser.add_argument("--max-prefill-tokens", type=_positive, default=512, help="prompt tokens in one step")
     parser.add_argument("--max-adapter-wait-s", type=float, default=2.0, help="how long one may be overtaken")
-    parser.add_argument("--threads", type=_positive, default=None, help="torch threads; default: torch decides")
+    parser.add_argument("--threads", type=_positive, default=None, help="torch threads; default: all cores but one")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--log-format", default="auto", choices=["auto", "console", "json"])
     return EngineOptions(**vars(parser.parse_args(argv)))
@@ -203,8 +203,7 @@ def _open_model_runner(options: EngineOptions) -> OpenedRunner:
     from loraplex.manifest import read_manifest  # noqa: PLC0415
     from worker.model.runner import ModelRunner  # noqa: PLC0415
 
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+    torch.set_num_threads(options.threads or default_threads())
     return ModelRunner.open(
         options.base_dir,
         device=options.device,
@@ -222,6 +221,11 @@ def _positive(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
+
+
+def default_threads() -> int:
+    """Return the cores this process may use less one, which the front end and the router keep busy; at least 1."""
+    return max(1, len(os.sched_getaffinity(0)) - 1)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -44,7 +44,7 @@ class WorkerSettings(ServiceSettings):
         2.0, description="seconds a request that waits for adapter or memory may be overtaken by later ones"
     )
     max_prefill_tokens: Count = Field(512, description="prompt tokens computed in one step")
-    threads: Count | None = Field(None, description="threads that compute (default: torch decides)")
+    threads: Count | None = Field(None, description="threads that compute (default: all cores but one)")
     drain_notice_s: Seconds = Field(1.0, description="seconds between announcing a drain and refusing requests")
     drain_timeout_s: Seconds = Field(30.0, description="seconds open streams get to finish in a drain")
     stream_stall_s: Annotated[float, Field(gt=0, le=86_400)] = Field(

@@ -52,14 +52,14 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the next token's logits of some of `hidden`'s rows, [S, vocab] float32."""
         normed = self._kernels.rms_norm(hidden, self._weights.norm, self._config.rms_norm_eps)
-        return functional.linear(normed, self._weights.lm_head).float()
+        return self._weights.lm_head(normed).float()
 
     def _attention(
         self, residual: Tensor, layer: LayerWeights, index: int, rows: Rows, cache: KvCache, cos: Tensor, sin: Tensor
     ) -> None:
         config, kernels = self._config, self._kernels
         x = kernels.rms_norm(residual, layer.input_norm, config.rms_norm_eps)
-        qkv = functional.linear(x, layer.qkv, layer.qkv_bias)
+        qkv = layer.qkv(x)
         kernels.lora_add(qkv, x, rows.lora, index, Site.QKV)
         heads = qkv.view(len(x), -1, config.head_dim)
         rotated = config.num_heads + config.num_kv_heads
@@ -69,17 +69,17 @@ class Decoder:
         qk = kernels.rotate(qk, cos, sin)
         q, k, v = qk[:, : config.num_heads], qk[:, config.num_heads :], heads[:, rotated:]
         attended = kernels.attention(q, k, v, cache, index, rows.attention)
-        out = functional.linear(attended, layer.o, layer.o_bias)
+        out = layer.o(attended)
         kernels.lora_add(out, attended, rows.lora, index, Site.O)
         residual.add_(out)
 
     def _mlp(self, residual: Tensor, layer: LayerWeights, index: int, rows: Rows) -> None:
         kernels = self._kernels
         x = kernels.rms_norm(residual, layer.post_attention_norm, self._config.rms_norm_eps)
-        gate_up = functional.linear(x, layer.gate_up, layer.gate_up_bias)
+        gate_up = layer.gate_up(x)
         kernels.lora_add(gate_up, x, rows.lora, index, Site.GATE_UP)
         inner = kernels.silu_mul(gate_up)
-        out = functional.linear(inner, layer.down, layer.down_bias)
+        out = layer.down(inner)
         kernels.lora_add(out, inner, rows.lora, index, Site.DOWN)
         residual.add_(out)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from loraplex.errors import CorruptArtifact, InvalidBaseModel
 from loraplex.manifest import weight_files
+from worker.kernels.linear import Linear
 from worker.model.config import ModelConfig
 
 _UNREAD: Final = re.compile(r"\.rotary_emb\.inv_freq$")  # computed from the config; old checkpoints store it as well
@@ -26,30 +27,26 @@ _FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer; linear weights are [out, in], biases [out] or None."""
+    """One decoder layer."""
 
     input_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
+    qkv: Linear
     qk_norm: Tensor | None
     """[num_heads + num_kv_heads, head_dim]: the query norm for each query head, then the key norm for each key head."""
-    o: Tensor
-    o_bias: Tensor | None
+    o: Linear
     post_attention_norm: Tensor
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
+    gate_up: Linear
+    down: Linear
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """All of a base model; `lm_head` is `embedding` itself where they are tied, both [vocab, hidden]."""
+    """All of a base model; `lm_head` has the weight of `embedding` [vocab, hidden] where they are tied."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     norm: Tensor
-    lm_head: Tensor
+    lm_head: Linear
 
 
 def load_weights(folder: Path, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> ModelWeights:
@@ -68,24 +65,24 @@ def load_weights(folder: Path, config: ModelConfig, *, device: torch.device, dty
         else:
             lm_head = reader.take("lm_head.weight", (config.vocab_size, config.hidden_size))
         reader.refuse_leftovers()
-    return ModelWeights(embedding, layers, norm, lm_head)
+    return ModelWeights(embedding, layers, norm, Linear(lm_head, None))
 
 
 def _load_layer(reader: _Reader, config: ModelConfig, index: int) -> LayerWeights:
     prefix = f"model.layers.{index}."
     hidden, shapes = config.hidden_size, config.module_shapes()
 
-    def fuse(modules: tuple[str, ...], biased: bool) -> tuple[Tensor, Tensor | None]:
+    def fuse(modules: tuple[str, ...], biased: bool) -> Linear:
         weights = [reader.take(f"{prefix}{m}.weight", (shapes[m][1], shapes[m][0])) for m in modules]
         biases = [reader.take(f"{prefix}{m}.bias", (shapes[m][1],)) for m in modules] if biased else []
         if len(modules) == 1:
-            return weights[0], biases[0] if biased else None
-        return torch.cat(weights), torch.cat(biases) if biased else None
+            return Linear(weights[0], biases[0] if biased else None)
+        return Linear(torch.cat(weights), torch.cat(biases) if biased else None)
 
-    qkv, qkv_bias = fuse(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), config.qkv_bias)
-    o, o_bias = fuse(("self_attn.o_proj",), config.o_bias)
-    gate_up, gate_up_bias = fuse(("mlp.gate_proj", "mlp.up_proj"), config.mlp_bias)
-    down, down_bias = fuse(("mlp.down_proj",), config.mlp_bias)
+    qkv = fuse(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), config.qkv_bias)
+    o = fuse(("self_attn.o_proj",), config.o_bias)
+    gate_up = fuse(("mlp.gate_proj", "mlp.up_proj"), config.mlp_bias)
+    down = fuse(("mlp.down_proj",), config.mlp_bias)
     qk_norm = None
     if config.qk_norm:
         q_norm = reader.take(f"{prefix}self_attn.q_norm.weight", (config.head_dim,))
@@ -94,15 +91,11 @@ def _load_layer(reader: _Reader, config: ModelConfig, index: int) -> LayerWeight
     return LayerWeights(
         input_norm=reader.take(f"{prefix}input_layernorm.weight", (hidden,)),
         qkv=qkv,
-        qkv_bias=qkv_bias,
         qk_norm=qk_norm,
         o=o,
-        o_bias=o_bias,
         post_attention_norm=reader.take(f"{prefix}post_attention_layernorm.weight", (hidden,)),
         gate_up=gate_up,
-        gate_up_bias=gate_up_bias,
         down=down,
-        down_bias=down_bias,
     )
 
 
