@@ -72,7 +72,10 @@ def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a base model folder, sorted. Raises InvalidBaseModel when there are none."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        weight_map = _read_object(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise InvalidBaseModel(f"{index}: weight_map must map tensors to files", field="base")
+        names = sorted(set(weight_map.values()))
         files = [folder / Path(name).name for name in names]
         missing = [file.name for file in files if not file.exists()]
         if missing:
@@ -92,14 +95,37 @@ def chat_template(folder: Path) -> str | None:
     """Return the folder's chat template: chat_template.jinja, else tokenizer_config.json's, else None."""
     separate = folder / "chat_template.jinja"
     if separate.exists():
-        return separate.read_text()
+        return _read_text(separate)
     config = folder / "tokenizer_config.json"
     if not config.exists():
         return None
-    template = json.loads(config.read_text()).get("chat_template")
+    template = _read_object(config).get("chat_template")
     if isinstance(template, list):  # several named templates: the default one
-        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+        named = [entry for entry in template if isinstance(entry, dict)]
+        template = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
     return template if isinstance(template, str) else None
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file of a base model folder. Raises InvalidBaseModel, naming the file."""
+    return _parse_object(file, _read_text(file))
+
+
+def _parse_object(file: Path, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidBaseModel(f"{file} is not JSON: {error}", field="base") from error
+    if not isinstance(value, dict):
+        raise InvalidBaseModel(f"{file} is not a JSON object", field="base")
+    return value
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidBaseModel(f"{file} cannot be read: {error}", field="base") from error
 
 
 def _hash_tensors(file: Path, progress: Callable[[int], None]) -> Iterator[TensorInfo]:
@@ -132,7 +158,7 @@ def read_manifest(
     if not folder.is_dir():
         raise InvalidBaseModel(f"{folder} is not a folder", field="base")
     for name in ("config.json", "tokenizer.json"):
-        if not (folder / name).exists():
+        if not (folder / name).is_file():
             raise InvalidBaseModel(f"{folder} holds no {name}; give a Hugging Face folder", field="base")
     cached = cache_dir / "manifests" / f"{_fingerprint(folder)}.json" if cache_dir else None
     if cached and cached.exists():
@@ -140,12 +166,8 @@ def read_manifest(
             return manifest_from_json(cached.read_text())
         except (ValueError, KeyError, TypeError):
             cached.unlink(missing_ok=True)  # a damaged cache entry is only a slow start
-    try:
-        config_json = (folder / "config.json").read_text()
-        if not isinstance(json.loads(config_json), dict):
-            raise InvalidBaseModel(f"{folder}/config.json is not a JSON object", field="base")
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InvalidBaseModel(f"{folder}/config.json is not JSON: {error}", field="base") from error
+    config_json = _read_text(folder / "config.json")
+    _parse_object(folder / "config.json", config_json)
     template = chat_template(folder)
     manifest = BaseManifest(
         config_json=config_json,

@@ -79,8 +79,8 @@ def to_worker_request(job: Job) -> worker_pb2.GenerateRequest:
 
 
 def is_retryable(error: errors.LoraplexError) -> bool:
-    """Tell whether another worker may do better: it is unreachable, draining, broken, or full."""
-    return isinstance(error, errors.Unavailable | errors.QueueFull)
+    """Tell whether another worker may do better: it is unreachable, draining, broken, or its queue or disk is full."""
+    return isinstance(error, errors.Unavailable | errors.QueueFull | errors.NoSpace)
 
 
 class WorkerStream:

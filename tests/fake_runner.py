@@ -36,6 +36,7 @@ class Trigger(IntEnum):
     CRASH_PROCESS = 2  # the process ends with status 42 at once
     HANG = 3  # the step lasts 3600 s
     EOS_SOON = 4  # the fourth generated token is the end of sequence
+    NOT_FINITE = 99  # every sampled token comes from logits that are NaN
 
 
 @dataclass
@@ -103,7 +104,8 @@ class FakeRunner:
         if self.step_s:
             time.sleep(self.step_s)
         self._obey(plan)
-        return StepResult(plan.step, tuple([s for step in plan.sequences if (s := self._compute(step)) is not None]))
+        sampled = tuple([s for step in plan.sequences if (s := self._compute(step)) is not None])
+        return StepResult(plan.step, sampled, tuple([s.request_id for s in sampled if self._is_broken(s.request_id)]))
 
     def prepare_adapter(self, slot: int, path: Path) -> int:
         data = path.read_bytes()
@@ -179,6 +181,9 @@ class FakeRunner:
                 time.sleep(3600)
             if order == Trigger.FAIL_STEP:
                 raise RuntimeError("a request told the step to fail")
+
+    def _is_broken(self, request_id: int) -> bool:
+        return self.triggers and self.sequences[request_id].new.prompt_token_ids[0] == Trigger.NOT_FINITE
 
     def _compute(self, step: SequenceStep) -> SampledTokens | None:
         sequence = self.sequences[step.request_id]

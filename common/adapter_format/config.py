@@ -12,13 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from common.adapter_format.patterns import Pattern, UnsafePattern, compile_pattern
+from common.adapter_format.patterns import MAX_LENGTH, Pattern, UnsafePattern, compile_pattern, is_plain
 from common.wording import shown
 from loraplex.errors import InvalidAdapter, UnsupportedAdapter
 from loraplex.peft_folder import CONFIG_FILE
 
 _ALL_LINEAR: Final = "all-linear"
 _MAX_RANK: Final = 2**16
+_MAX_PATTERNS: Final = 4096  # several times the linears of the largest models
+_MIN_ALPHA: Final = 1e-30  # far less is 0 in float32: the base, silently
 _MAX_ALPHA: Final = 1e30
 
 # Used in training, for initialisation, or to find the base; the maths at inference is the same whatever they say.
@@ -226,8 +228,15 @@ def _layers(fields: Mapping[str, Any]) -> frozenset[int] | None:
 
 def _patterns(field: str, fields: Mapping[str, Any]) -> list[tuple[Pattern, Any]]:
     value = fields.get(field) or {}
-    if not isinstance(value, dict):
-        raise _malformed(field, value, "an object from module names to numbers")
+    if not isinstance(value, dict) or len(value) > _MAX_PATTERNS:
+        raise _malformed(field, value, f"an object from module names to numbers, with at most {_MAX_PATTERNS} names")
+    length = sum(len(key) for key in value if not is_plain(key))
+    if length > MAX_LENGTH:
+        raise UnsupportedAdapter(
+            f"{CONFIG_FILE}: the expressions of {field} have {length} characters; at most {MAX_LENGTH} are allowed, "
+            "beside plain module names",
+            field=field,
+        )
     return [(_compiled(field, key), number) for key, number in value.items()]
 
 
@@ -245,8 +254,8 @@ def _rank(field: str, value: Any) -> int:
 
 
 def _alpha(field: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MAX_ALPHA:
-        raise _malformed(field, value, f"a finite number above 0 and at most {_MAX_ALPHA:g}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _MIN_ALPHA <= value <= _MAX_ALPHA:
+        raise _malformed(field, value, f"a number from {_MIN_ALPHA:g} to {_MAX_ALPHA:g}")
     return float(value)
 
 

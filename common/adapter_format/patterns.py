@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from re import _parser as sre_parser  # type: ignore[attr-defined]  # the one parser that knows Python's syntax
 from typing import Any, Final
 
-_MAX_LENGTH: Final = 2_000
+MAX_LENGTH: Final = 2_000
+_PLAIN: Final = re.compile(r"[\w.-]+")  # a module's name: nothing in it can backtrack, so `re` itself is safe
 _MAX_REPEAT_DEPTH: Final = 8
 _REPEATS: Final = ("MAX_REPEAT", "MIN_REPEAT")
+_COMPOUND: Final = (*_REPEATS, "BRANCH", "SUBPATTERN")
 _ANCHORS: Final = (
     "AT_BEGINNING",
     "AT_BEGINNING_STRING",
@@ -42,6 +44,7 @@ class Pattern:
 
     text: str
     _tree: Any = field(compare=False, repr=False)
+    _plain: re.Pattern[str] | None = field(compare=False, repr=False)
 
     def matches(self, name: str) -> bool:
         """Tell whether the whole of `name` matches."""
@@ -49,14 +52,21 @@ class Pattern:
 
     def matches_suffix(self, name: str) -> bool:
         """Tell whether the whole of `name`, or all that follows one of its dots, matches."""
+        if self._plain is not None:
+            return self._plain.fullmatch(name) is not None
         starts = 1 | sum(1 << (i + 1) for i, char in enumerate(name) if char == ".")
         return _Walk(name).reaches_end(self._tree, starts)
 
 
+def is_plain(text: str) -> bool:
+    """Tell whether the expression is a mere name, which costs next to nothing to match."""
+    return _PLAIN.fullmatch(text) is not None
+
+
 def compile_pattern(text: str) -> Pattern:
     """Parse an expression. Raises UnsafePattern, saying why."""
-    if len(text) > _MAX_LENGTH:
-        raise UnsafePattern(f"the expression has {len(text)} characters; at most {_MAX_LENGTH} are allowed")
+    if len(text) > MAX_LENGTH:
+        raise UnsafePattern(f"the expression has {len(text)} characters; at most {MAX_LENGTH} are allowed")
     try:
         tree = sre_parser.parse(text)
         if tree.state.flags & ~re.UNICODE:
@@ -66,7 +76,7 @@ def compile_pattern(text: str) -> Pattern:
         raise UnsafePattern("the expression is nested too deeply") from error
     except (re.error, OverflowError) as error:
         raise UnsafePattern(f"not a regular expression: {error}") from error
-    return Pattern(text, tree)
+    return Pattern(text, tree, re.compile(rf"(?:.*\.)?{text}") if is_plain(text) else None)
 
 
 def _check(items: Iterable[tuple[Any, Any]], repeat_depth: int) -> None:
@@ -123,6 +133,8 @@ class _Walk:
     def __init__(self, text: str) -> None:
         self._text = text
         self._end = 1 << len(text)
+        self._images: dict[tuple[int, int], int] = {}  # of (a repeated body, one position), by identity of the body
+        self._masks: dict[tuple[str, int], int] = {}
 
     def reaches_end(self, items: Iterable[tuple[Any, Any]], starts: int) -> bool:
         return bool(self._sequence(items, starts) & self._end)
@@ -150,18 +162,38 @@ class _Walk:
 
     def _repeat(self, least: int, most: Any, body: Any, at: int) -> int:
         for _ in range(least):
-            after = self._sequence(body, at)
+            after = self._image(body, at)
             if after == at:
                 break  # the body may match nothing; further rounds change nothing
             at = after
         reached, rounds = at, least
         while at and rounds < int(most):
-            at = self._sequence(body, at) & ~reached
+            at = self._image(body, at) & ~reached
             reached |= at
             rounds += 1
         return reached
 
+    def _image(self, body: Any, at: int) -> int:
+        """Return where `body` leads from any of `at`: each position is walked once, however deep repeats are nested."""
+        if len(body) == 1 and str(body[0][0]) not in _COMPOUND:
+            return self._sequence(body, at)
+        after = 0
+        while at:
+            position = at & -at
+            at ^= position
+            key = id(body), position
+            if key not in self._images:
+                self._images[key] = self._sequence(body, position)
+            after |= self._images[key]
+        return after
+
     def _consumable(self, op: str, value: Any) -> int:
+        key = op, id(value)
+        if key not in self._masks:
+            self._masks[key] = self._mask(op, value)
+        return self._masks[key]
+
+    def _mask(self, op: str, value: Any) -> int:
         mask = 0
         for i, char in enumerate(self._text):
             match op:

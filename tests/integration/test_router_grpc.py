@@ -211,7 +211,13 @@ async def test_an_over_long_prompt_gets_to_the_worker_that_tells_its_length(
 
 @pytest.mark.parametrize(
     "error",
-    [errors.Draining("d"), errors.QueueFull("q"), errors.EngineDown("e"), errors.ArtifactUnreachable("a")],
+    [
+        errors.Draining("d"),
+        errors.QueueFull("q"),
+        errors.NoSpace("n"),
+        errors.EngineDown("e"),
+        errors.ArtifactUnreachable("a"),
+    ],
     ids=lambda error: type(error).__name__,
 )
 async def test_a_worker_that_cannot_is_replaced_once(

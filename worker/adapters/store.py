@@ -13,7 +13,7 @@ import hashlib
 import os
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,10 +21,10 @@ from typing import Final, Self
 
 import structlog
 
-from common.disk import sync_folder
+from common.disk import is_full, sync_folder
 from loraplex.digests import is_digest
 from loraplex.errors import FailedPrecondition, LoraplexError, NoSpace
-from worker.adapters.download import RetryPolicy, disk_error, download
+from worker.adapters.download import Partial, RetryPolicy, disk_error, download
 from worker.adapters.source import ArtifactSource
 from worker.mailbox import AdapterFile
 
@@ -218,8 +218,18 @@ class AdapterStore:
             await self._make_room(size_bytes)
             fetch.reserved_bytes = size_bytes
 
-        scratch = self._incoming / f"{artifact_digest[:16]}.{secrets.token_hex(4)}"
-        partial = await download(self._source, artifact_digest, scratch, reserve=reserve, retry=self._retry)
+        def fetched() -> Awaitable[Partial]:
+            scratch = self._incoming / f"{artifact_digest[:16]}.{secrets.token_hex(4)}"
+            return download(self._source, artifact_digest, scratch, reserve=reserve, retry=self._retry)
+
+        try:
+            partial = await fetched()
+        except OSError as error:
+            size_bytes, fetch.reserved_bytes = fetch.reserved_bytes, 0
+            if not is_full(error) or not self._evict(max(size_bytes, 1)):
+                raise
+            log.warning("artifact.disk_full", artifact=artifact_digest[:12], what_now="idle adapters made room")
+            partial = await fetched()
         partial.path.replace(target)  # no await from here to the entry: a file is never there without it
         self._cached[artifact_digest] = _Cached(partial.size_bytes, verified=True)
         fetch.reserved_bytes = 0
@@ -243,14 +253,19 @@ class AdapterStore:
         """Evict idle files until `size_bytes` fit; returns whether they do."""
         reserved = sum(fetch.reserved_bytes for fetch in self._fetches.values())
         missing = self.cached_bytes + reserved + size_bytes - self._budget_bytes
+        return self._evict(missing) >= missing
+
+    def _evict(self, wanted_bytes: int) -> int:
+        """Evict idle files until `wanted_bytes` are freed or none is left; returns the bytes freed."""
+        freed_bytes = 0
         idle = [digest for digest in self._cached if not self._users[digest]]
         for digest in sorted(idle, key=self._is_on_device):  # stable: least recently used first within each
-            if missing <= 0:
+            if freed_bytes >= wanted_bytes:
                 break
-            missing -= self._cached[digest].size_bytes
+            freed_bytes += self._cached[digest].size_bytes
             self._drop(digest)
             log.info("artifact.evicted", artifact=digest[:12])
-        return missing <= 0
+        return freed_bytes
 
     def _drop(self, artifact_digest: str) -> None:
         # On the event loop, and at once: on a thread it could delete a file that was fetched again meanwhile.

@@ -15,7 +15,7 @@ import structlog
 from worker.engine.inbox import Inbox, MailboxClosed
 from worker.engine.loader import Loader
 from worker.engine.plan import Runner, StepPlan
-from worker.engine.refusal import STEP_FAILED, Problem
+from worker.engine.refusal import NOT_FINITE, STEP_FAILED, Problem
 from worker.engine.scheduler import Scheduler
 from worker.mailbox import Abort, EngineStatus, Failure, Output, Shutdown, Step, Submit, ToEngine
 
@@ -116,6 +116,9 @@ class EngineLoop:
                 raise EngineBroken(f"{self._failed_steps} steps in a row failed") from error
             return []
         self._failed_steps = 0
+        if broken := result.broken_request_ids:
+            self._failures += self._scheduler.fail(broken, NOT_FINITE)
+            outputs = [output for output in outputs if output.request_id not in broken]
         return outputs
 
     def _tell(self, outputs: list[Output], *, stepped: bool) -> None:

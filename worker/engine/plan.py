@@ -76,6 +76,8 @@ class StepResult:
 
     step: int
     sampled: tuple[SampledTokens, ...]
+    broken_request_ids: tuple[int, ...] = ()
+    """Of those sampled, requests whose logits were NaN or infinite: their tokens mean nothing."""
 
 
 class Runner(Protocol):

@@ -23,6 +23,11 @@ class Problem(NamedTuple):
 STEP_FAILED: Final = Problem(
     "INTERNAL", "the engine failed while it computed a step of this request; the worker's log says why"
 )
+NOT_FINITE: Final = Problem(
+    "FAILED_PRECONDITION",
+    "the model computed NaN or infinity for this request, so there is no answer; the adapter's weights or lora_alpha "
+    "are probably too large for the worker's dtype",
+)
 
 
 def max_known_tokens(submit: Submit, config: EngineConfig) -> int:

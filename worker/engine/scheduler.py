@@ -7,7 +7,7 @@ every request: waiting in the queue, or running with its blocks and adapter refe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from worker.engine import refusal
@@ -135,11 +135,14 @@ class Scheduler:
 
     def fail_step(self, plan: StepPlan, problem: refusal.Problem) -> list[Failure]:
         """Take a step that raised: all of its requests fail and free what they hold; the others run on."""
-        failures = []
-        for sequence in plan.sequences:
-            self._end(self._running[sequence.request_id])
-            failures.append(Failure(sequence.request_id, *problem))
-        return failures
+        return self.fail([sequence.request_id for sequence in plan.sequences], problem)
+
+    def fail(self, request_ids: Sequence[int], problem: refusal.Problem) -> list[Failure]:
+        """Fail requests, freeing what those that still run hold."""
+        for request_id in request_ids:
+            if request_id in self._running:
+                self._end(self._running[request_id])
+        return [Failure(request_id, *problem) for request_id in request_ids]
 
     def status(self) -> EngineStatus:
         """Return what the engine tells of itself."""

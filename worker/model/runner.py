@@ -138,7 +138,10 @@ class ModelRunner:
             sampled, logits = self._forward(plan.sequences)
             if logits is None:
                 return StepResult(plan.step, ())
-            return StepResult(plan.step, self._sampler.sample(logits, sampled))
+            # A maximum carries NaN on; it is taken first, as sampling overwrites the logits.
+            finite: list[bool] = logits.amax(dim=-1).isfinite().tolist()
+            broken = tuple(row.request_id for row, ok in zip(sampled, finite, strict=True) if not ok)
+            return StepResult(plan.step, self._sampler.sample(logits, sampled), broken)
 
     def prepare_adapter(self, slot: int, path: Path) -> int:
         """Load the packed adapter at `path` into `slot`; see Runner."""

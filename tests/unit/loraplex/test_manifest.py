@@ -171,6 +171,32 @@ def test_a_config_that_is_no_object_is_refused(base, text):
         read_manifest(base)
 
 
+DAMAGE = {
+    "model.safetensors.index.json": ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 5}}', "[" * 100_000],
+    "tokenizer_config.json": ["{", "[]", '"text"', "\udcff"],
+    "chat_template.jinja": ["\udcff"],
+}
+
+
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in DAMAGE.items() for text in texts])
+def test_any_other_damaged_file_is_named(base, name, text):
+    (base / name).write_text(text, errors="surrogateescape")
+    with pytest.raises(InvalidBaseModel, match=name):
+        read_manifest(base)
+
+
+def test_named_templates_without_a_template_are_none(base):
+    edit_json(base / "tokenizer_config.json", chat_template=[5, {"name": "default"}])
+    assert chat_template(base) is None
+
+
+def test_a_folder_in_the_place_of_a_file_is_refused(base):
+    (base / "tokenizer.json").unlink()
+    (base / "tokenizer.json").mkdir()
+    with pytest.raises(InvalidBaseModel, match=r"tokenizer\.json"):
+        read_manifest(base)
+
+
 @pytest.mark.parametrize("keep", [0, 5, 40, 4_000, -1])
 def test_truncated_weights_are_refused(base, keep):
     file = base / "model.safetensors"

@@ -86,6 +86,7 @@ def test_every_field_of_the_installed_peft_is_known_and_its_default_accepted():
         ("a_field_of_next_year", "on"),
         ("target_modules", "(?=x).*"),
         ("rank_pattern", {"(": 4}),
+        ("rank_pattern", {f"[{n}].*": 4 for n in range(400)}),
     ],
 )  # fmt: skip
 def test_what_would_be_served_wrong_is_refused_by_name(field, value):
@@ -129,6 +130,7 @@ def test_what_does_not_change_the_answer_is_ignored(field, value):
         ("r", None),
         ("r", 10**400),
         ("lora_alpha", 0),
+        ("lora_alpha", 1e-300),
         ("lora_alpha", -8),
         ("lora_alpha", math.nan),
         ("lora_alpha", math.inf),
@@ -143,6 +145,7 @@ def test_what_does_not_change_the_answer_is_ignored(field, value):
         ("layers_to_transform", ["0"]),
         ("layers_to_transform", -1),
         ("rank_pattern", ["q_proj"]),
+        ("rank_pattern", {f"m{n}": 4 for n in range(5000)}),
         ("rank_pattern", {"q_proj": 0}),
         ("alpha_pattern", {"q_proj": "x"}),
     ],

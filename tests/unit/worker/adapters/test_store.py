@@ -325,6 +325,29 @@ async def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, source, monkeypa
         await store.acquire(digest)
 
 
+async def test_on_a_full_disk_idle_adapters_make_room_and_used_ones_stay(tmp_path, source, monkeypatch):
+    class SmallDisk(Partial):
+        def append(self, chunk: bytes) -> None:
+            stored = sum(file.stat().st_size for file in (tmp_path / "artifacts").rglob("*") if file.is_file())
+            if stored + self.size_bytes + len(chunk) > 250:  # what is on its way is still in a buffer
+                raise OSError(errno.ENOSPC, "No space left on device")
+            super().append(chunk)
+
+    monkeypatch.setattr(download_module, "Partial", SmallDisk)
+    first, second, third, fourth = (source.add(bytes([n]) * 100) for n in range(4))
+    async with a_store(tmp_path, source) as store:
+        used = await store.acquire(first)
+        (await store.acquire(second)).release()
+        held = await store.acquire(third)
+        assert files(tmp_path) == {first, third}
+        with pytest.raises(NoSpace, match="is full"):
+            await store.acquire(fourth)
+        assert leftovers(tmp_path) == []
+        held.release()
+        (await store.acquire(fourth)).release()
+        used.release()
+
+
 async def test_one_folder_has_one_owner(tmp_path, source):
     async with a_store(tmp_path, source):
         with pytest.raises(FailedPrecondition, match="its own cache folder"):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fake_runner import FakeRunner, expected_tokens
+from tests.fake_runner import FakeRunner, Trigger, expected_tokens
 from tests.unit.worker.engine.client import Client
 from worker.engine.config import EngineConfig
 from worker.engine.inbox import Inbox, MailboxBroken
@@ -227,6 +227,19 @@ def test_a_step_that_raises_fails_its_requests_and_the_engine_goes_on(start: Sta
     client.submit(2)
     client.read_until_ended(2)
     assert client.tokens(2) == expected_tokens((5, 6, 7), 4)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 4])
+def test_a_request_without_finite_logits_fails_alone_and_without_a_token(start: Start, max_tokens: int) -> None:
+    client = start(FakeRunner(triggers=True)).client
+    client.submit(1, (Trigger.NOT_FINITE, 6, 7), max_tokens=max_tokens)
+    client.submit(2)
+    client.read_until_ended(1, 2)
+    assert client.failures[1].reason == "FAILED_PRECONDITION"
+    assert not client.tokens(1)
+    assert client.tokens(2) == expected_tokens((5, 6, 7), 4)
+    status = client.steps[-1].status
+    assert (status.running_requests, status.free_blocks) == (0, FakeRunner().total_blocks)
 
 
 def test_steps_that_raise_in_a_row_end_the_engine_after_their_requests_are_told(start: Start) -> None:

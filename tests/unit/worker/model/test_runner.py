@@ -155,6 +155,10 @@ def test_an_adapter_that_overflows_breaks_nobody_else(llama_folder: Path, tmp_pa
     poisoned = [Job(PROMPTS[5], 10, slot=3), Job(PROMPTS[4], 10, slot=0), Job(PROMPTS[1], 10, slot=3)]
     assert run_jobs(runner, poisoned)[1] == expected[0]
     assert not torch.isfinite(first_logits(runner, PROMPTS[5], 3)).all()
+    prompt, sampling = tuple(PROMPTS[1]), Sampling(max_tokens=1)
+    new = tuple(NewRequest(request_id, prompt, sampling) for request_id in (90, 91))
+    steps = (SequenceStep(90, prompt, 0, (0,), 3, sample=True), SequenceStep(91, prompt, 0, (1,), 0, sample=True))
+    assert runner.execute(StepPlan(99, new, steps, ())).broken_request_ids == (90,)
     # Blocks that held the broken request's keys serve others afterwards.
     assert run_jobs(runner, [Job(PROMPTS[4], 10, slot=0), Job(PROMPTS[0], 10)])[0] == expected[0]
 
