@@ -195,6 +195,8 @@ class Forwarder:
         while True:
             remaining_s = job.deadline_s - self._clock()
             if remaining_s <= 0:
+                if failure is not None:
+                    raise failure
                 raise errors.DeadlineExceeded("the request's deadline passed before a worker could answer")
             try:
                 choice = pick(placement, self._fleet.views(), self._rng, tried)
@@ -205,6 +207,8 @@ class Forwarder:
             try:
                 return await self._attempt(choice, placement, request, remaining_s)
             except errors.LoraplexError as error:
+                if failure is not None and isinstance(error, errors.DeadlineUnreachable | errors.DeadlineExceeded):
+                    raise failure from None  # says more than that too little time was left for another worker
                 tried.append(choice.worker.worker_id)
                 if not is_retryable(error) or len(tried) == _MAX_ATTEMPTS:
                     raise
