@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.fleet import BASE, Fleet, running_fleet
+from tests.e2e.fleet import Fleet, running_fleet
+from tests.e2e.fleet_calls import BASE
 from tests.e2e.local_cluster import LocalCluster, local_cluster
 from tests.tiny_adapters import write_adapter
 from tests.tiny_base import write_tiny_base

@@ -19,16 +19,12 @@ from typing import Any
 import httpx2
 import psutil
 
-from loraplex.client import AsyncClient, Event, Sampling, TextDelta
-from loraplex.errors import LoraplexError
+from loraplex.client import AsyncClient
 from loraplex.manifest import read_manifest
-from loraplex.records import Worker
+from tests.e2e.fleet_calls import BASE, any_base, found_again, until_idle
 
 TREE = Path(__file__).resolve().parents[2]
-BASE = "long"
 START_S = 60.0
-FOUND_S = 2.5
-"""A peer that is back must be found within about two seconds."""
 
 Line = dict[str, Any]
 
@@ -97,9 +93,8 @@ class Service:
     def wait_ready(self) -> None:
         """Wait until it takes requests, and keep its ports."""
         said = self.said(lambda line: line["event"] == f"{self.name.partition('-')[0]}.listening")
-        self.ports = {name: said.get(name.replace("port", "grpc_port", 1), said.get("port")) for name in self.ports}
-        if "http-port" in self.ports:
-            self.ports["http-port"] = said["http_port"]
+        told = {"port": said.get("port") or said.get("grpc_port"), "http-port": said.get("http_port")}
+        self.ports = {name: int(told[name] or 0) for name in self.ports}
         self.said(self._ready)
 
     def restart(self) -> None:
@@ -192,10 +187,11 @@ class Fleet:
         where = ["--base-dir", str(self.base), "--cache-dir", str(self.state / name), "--worker-id", name]
         limits = ["--max-running-requests", "4", "--max-waiting-requests", "2", "--max-prefill-tokens", "32"]
         engine = ["--dtype", "float32", "--device", "cpu", "--threads", "1", "--kv-cache-bytes", str(96 * 2**20)]
-        drain = ["--drain-notice-s", "0.5", "--drain-timeout-s", "20", "--engine-silence-s", "2"]
+        drain = ["--drain-notice-s", "0.5", "--drain-timeout-s", "20"]
+        patience = ["--engine-silence-s", "2", "--stream-stall-s", "4"]
         return Service(
             name,
-            ["worker", "--registry", self.registry.address, *where, *limits, *engine, *drain, *flags],
+            ["worker", "--registry", self.registry.address, *where, *limits, *engine, *drain, *patience, *flags],
             lambda line: line["event"] == "worker.health" and line["serving"],
             ("port",),
         )
@@ -239,6 +235,7 @@ class Fleet:
         for router in range(len(self.routers)):
             async with self.client(router) as client:
                 await until_idle(client)
+                await found_again(lambda: any_base(client))
 
     @asynccontextmanager
     async def stream(self, *, router: int = 0, model: str = BASE, **fields: Any) -> AsyncIterator[HttpStream]:
@@ -247,75 +244,6 @@ class Fleet:
         url = f"http://127.0.0.1:{self.routers[router].ports['http-port']}/v1/completions"
         async with httpx2.AsyncClient(timeout=60) as http, http.stream("POST", url, json=body) as response:
             yield HttpStream(response)
-
-
-def sampling(max_tokens: int, **fields: Any) -> Sampling:
-    """Greedy, of exactly so many tokens."""
-    return Sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **fields)
-
-
-async def ask(client: AsyncClient, model: str = BASE, max_tokens: int = 4, **options: Any) -> list[Event]:
-    """Return all events of a generation."""
-    wanted = sampling(max_tokens, **options.pop("sampling", {}))
-    return [event async for event in client.generate(model, "x", sampling=wanted, **options)]
-
-
-def num_tokens(events: list[Event]) -> int:
-    """Count the tokens in a stream's events."""
-    return sum(len(event.token_ids) for event in events if isinstance(event, TextDelta))
-
-
-async def failure(events: AsyncIterator[Event]) -> tuple[LoraplexError, list[Event]]:
-    """Read a stream that must fail; returns the error and what came before it."""
-    got: list[Event] = []
-    try:
-        async for event in events:
-            got.append(event)
-    except LoraplexError as error:
-        return error, got
-    raise AssertionError(f"the stream ended well after {num_tokens(got)} tokens")
-
-
-async def workers_where(
-    client: AsyncClient, wanted: Callable[[dict[str, Worker]], bool], timeout_s: float = 15.0
-) -> dict[str, Worker]:
-    """Wait for what a router knows of its workers; it can only be asked."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        workers = {worker.worker_id: worker async for worker in client.list_workers()}
-        if wanted(workers):
-            return workers
-        assert time.monotonic() < deadline, workers
-        await asyncio.sleep(0.02)
-
-
-def is_idle(worker: Worker) -> bool:
-    """True where a worker serves and holds nothing for anyone."""
-    counts = worker.running_requests, worker.waiting_requests, worker.queued_prefill_tokens
-    held = sum(adapter.in_flight for adapter in worker.adapters)
-    loading = any(adapter.loading for adapter in worker.adapters)
-    return (
-        worker.state == "serving"
-        and counts == (0, 0, 0)
-        and held == 0
-        and not loading
-        and worker.free_blocks == worker.total_blocks > 0
-    )
-
-
-async def until_idle(client: AsyncClient, timeout_s: float = 15.0) -> dict[str, Worker]:
-    """Wait until both workers serve and have everything back."""
-    return await workers_where(
-        client, lambda workers: len(workers) == 2 and all(map(is_idle, workers.values())), timeout_s
-    )
-
-
-async def working(client: AsyncClient, requests: int = 1) -> str:
-    """Return the worker that computes so many requests."""
-    workers = await workers_where(
-        client, lambda all_: any(worker.running_requests == requests for worker in all_.values())
-    )
-    return next(worker.worker_id for worker in workers.values() if worker.running_requests == requests)
 
 
 @contextmanager

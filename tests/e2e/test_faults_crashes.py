@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 import psutil
 import pytest
 
-from loraplex.client import AsyncClient, Finished
+from loraplex.client import AsyncClient
 from loraplex.errors import (
     ArtifactUnreachable,
     DeadlineExceeded,
@@ -21,15 +21,15 @@ from loraplex.errors import (
     Unavailable,
     WorkerLost,
 )
-from tests.e2e.fleet import (
+from tests.e2e.fleet import Fleet, Service
+from tests.e2e.fleet_calls import (
     BASE,
     FOUND_S,
-    Fleet,
-    Service,
     ask,
     failure,
+    found_again,
+    is_answered,
     is_idle,
-    num_tokens,
     sampling,
     until_idle,
     workers_where,
@@ -88,9 +88,7 @@ async def test_a_killed_worker_fails_its_streams_at_once_and_the_other_worker_go
         assert time.monotonic() - killed_s < 2
         assert isinstance(error, WorkerLost)
         assert check_broken_off(lines)["code"] == "worker_lost"
-        events = await ask(client)
-        assert isinstance(events[-1], Finished)
-        assert events[-1].facts.worker_id == other
+        assert (await ask(client)).facts.worker_id == other
         assert psutil.wait_procs([engine], timeout=5)[1] == []  # it does not outlive its front end
 
         fleet.workers[other].kill()
@@ -98,7 +96,7 @@ async def test_a_killed_worker_fails_its_streams_at_once_and_the_other_worker_go
             await ask(client)
         await asyncio.to_thread(fleet.workers[name].restart)
         await served_again(client, fleet.workers[name])
-        assert (await ask(client))[-1].facts.worker_id == name
+        assert (await ask(client)).facts.worker_id == name
 
 
 async def test_a_killed_engine_costs_its_streams_only_and_comes_back_under_a_new_epoch(fleet: Fleet):
@@ -112,7 +110,7 @@ async def test_a_killed_engine_costs_its_streams_only_and_comes_back_under_a_new
         assert time.monotonic() - killed_s < 2
         assert isinstance(error, EngineDown)
         assert check_broken_off(lines)["code"] == "engine_down"
-        assert (await ask(client))[-1].facts.worker_id != name
+        assert (await ask(client)).facts.worker_id != name
         after = (await workers_where(client, lambda all_: is_idle(all_[name]), 30))[name]
         assert after.epoch != before.epoch
         assert worker.runs  # the same process: nobody restarts it here
@@ -143,7 +141,7 @@ async def test_without_the_registry_what_is_cached_is_served_and_what_is_not_is_
         events = await start_stream(client)
         fleet.registry.kill()
         again = await ask(client, "warm")
-        assert again[-1].facts.artifact_digest == warm[-1].facts.artifact_digest
+        assert again.facts.artifact_digest == warm.facts.artifact_digest
         started_s = time.monotonic()
         for within_s in (20.0, 2.0):  # one that outlasts all tries, and one that does not
             with pytest.raises(ArtifactUnreachable):
@@ -156,17 +154,11 @@ async def test_without_the_registry_what_is_cached_is_served_and_what_is_not_is_
 
         await asyncio.to_thread(fleet.registry.restart)
         back_s = time.monotonic()
-        while True:
-            try:
-                added = await client.add_adapter("late", long_adapter(3))
-                break
-            except RegistryUnavailable:  # told at once, while the channel waits for its next try
-                assert time.monotonic() - back_s < FOUND_S
-                await asyncio.sleep(0.05)
+        added = await found_again(lambda: client.add_adapter("late", long_adapter(3)))
         for each in (client, other_router):  # both follow its changes again; each waits up to 2 s for the revision
             each.min_revision = added.revision
-            assert (await ask(each, "late"))[-1].facts.artifact_digest == added.adapter.current.artifact_digest
-        assert isinstance((await ask(client, "cold"))[-1], Finished)
+            assert (await ask(each, "late")).facts.artifact_digest == added.adapter.current.artifact_digest
+        assert (await ask(client, "cold")).facts.tier_hit == "source"
         assert time.monotonic() - back_s < FOUND_S + 6
 
 
@@ -179,11 +171,11 @@ async def test_a_killed_router_leaves_the_other_with_the_same_models_and_workers
         assert isinstance(error, Unavailable)
         assert [model async for model in other.list_models()] == models
         await until_idle(other, 3)  # the dead router's stream is cancelled on its worker too
-        assert num_tokens(await ask(other, max_tokens=12)) == 12
+        assert await is_answered(other)
         await asyncio.to_thread(fleet.routers[0].kill)
         await asyncio.to_thread(fleet.routers[0].restart)
         await until_idle(client, FOUND_S)  # the client's own connection is found again as well
-        assert num_tokens(await ask(client, max_tokens=12)) == 12
+        assert await is_answered(client)
 
 
 async def test_a_worker_that_is_cut_off_is_the_last_choice_until_it_is_heard_again(fleet: Fleet):
@@ -195,7 +187,7 @@ async def test_a_worker_that_is_cut_off_is_the_last_choice_until_it_is_heard_aga
         fleet.workers[name].send(signal.SIGSTOP)
         await workers_where(client, lambda all_: all_[name].status_age_s > 3.0)
         for _ in range(6):
-            assert (await ask(client))[-1].facts.worker_id == other
+            assert (await ask(client)).facts.worker_id == other
         error, _ = await failure(events)
         assert isinstance(error, DeadlineExceeded)
         assert time.monotonic() - opened_s < 7
@@ -205,4 +197,4 @@ async def test_a_worker_that_is_cut_off_is_the_last_choice_until_it_is_heard_aga
         assert isinstance(refused.value, DeadlineExceeded)
         fleet.workers[name].send(signal.SIGCONT)
         await workers_where(client, lambda all_: is_idle(all_[name]), FOUND_S)
-        assert (await ask(client))[-1].facts.worker_id == name
+        assert (await ask(client)).facts.worker_id == name
