@@ -26,8 +26,8 @@ DEAD_AFTER_S: Final = 15.0
 """A status stream this quiet counts as failed."""
 
 _SMALL_WINDOWS: Final = (("grpc.http2.bdp_probe", 0),)
-"""Keeps a stream's window at 64 KiB. gRPC would let it grow by the connection's speed to megabytes, and each client that
-does not read would have as much of this router's memory; text needs far less."""
+"""Keeps a stream's window at 64 KiB. gRPC would let it grow with the connection's speed to megabytes, and each client
+that does not read would have as much of this router's memory; text needs far less."""
 
 RECONNECT: Final = Backoff(first_s=0.1, longest_s=1.0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import time
 from collections.abc import Awaitable, Callable
@@ -21,6 +22,8 @@ TREE = Path(__file__).resolve().parents[3]
 AWAY_S = 7.5
 """Long enough for a back-off without a bound to have grown far beyond what is wanted."""
 FOUND_S = 2.5
+SLOW_HANDSHAKE_S = 1.5
+"""A machine that is short of processors answers a connection so late."""
 
 
 def test_every_channel_is_opened_with_the_projects_options():
@@ -91,3 +94,24 @@ async def test_a_peer_that_was_away_for_long_is_found_soon_after_it_is_back():
             finally:
                 await service.close()
                 await server.stop(0)
+
+
+async def test_a_peer_that_is_slow_to_shake_hands_is_reached():
+    server, port = await serve()
+
+    async def after_a_while(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(SLOW_HANDSHAKE_S)
+        there, to_there = await asyncio.open_connection("127.0.0.1", port)
+        with contextlib.suppress(ConnectionError):
+            await asyncio.gather(_copy(reader, to_there), _copy(there, writer))
+
+    proxy = await asyncio.start_server(after_a_while, "127.0.0.1", 0)
+    async with proxy, AsyncClient(f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}") as client:
+        assert await within(8, lambda: client.get_model("any"))
+    await server.stop(0)
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(2**16):
+        writer.write(data)
+    writer.close()
