@@ -45,7 +45,7 @@ _CHANNEL_OPTIONS: Final = (
 
 
 def open_channel(address: str, options: Sequence[tuple[str, Any]] = ()) -> aio.Channel:
-    """Return an insecure aio channel to `host:port` with the project's limits and back-off, and `options` of its own."""
+    """Return an insecure aio channel to `host:port` with the project's limits and back-off; `options` come on top."""
     return aio.insecure_channel(address, options=[*_CHANNEL_OPTIONS, *options])
 
 
