@@ -44,9 +44,9 @@ _CHANNEL_OPTIONS: Final = (
 )
 
 
-def open_channel(address: str) -> aio.Channel:
-    """Return an insecure aio channel to `host:port` with the project's limits and back-off."""
-    return aio.insecure_channel(address, options=list(_CHANNEL_OPTIONS))
+def open_channel(address: str, options: Sequence[tuple[str, Any]] = ()) -> aio.Channel:
+    """Return an insecure aio channel to `host:port` with the project's limits and back-off; `options` come on top."""
+    return aio.insecure_channel(address, options=[*_CHANNEL_OPTIONS, *options])
 
 
 def _status_of(error: Exception, method: str) -> Any:

@@ -25,6 +25,10 @@ SILENT_AFTER_S: Final = 3.0
 DEAD_AFTER_S: Final = 15.0
 """A status stream this quiet counts as failed."""
 
+_SMALL_WINDOWS: Final = (("grpc.http2.bdp_probe", 0),)
+"""Keeps a stream's window at 64 KiB. gRPC would let it grow with the connection's speed to megabytes, and each client
+that does not read would have as much of this router's memory; text needs far less."""
+
 RECONNECT: Final = Backoff(first_s=0.1, longest_s=1.0)
 
 
@@ -57,7 +61,7 @@ class Link:
     def __init__(self, address: str, *, clock: Callable[[], float], rng: random.Random) -> None:
         self.address = address
         self._clock = clock
-        self._channel = open_channel(address)
+        self._channel = open_channel(address, _SMALL_WINDOWS)
         self.stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self._rng = rng
         self._failures = 0

@@ -6,6 +6,7 @@ connection into a typed error. Knows neither names nor fronts.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
 import time
@@ -91,8 +92,11 @@ class WorkerStream:
         call: aio.UnaryStreamCall[worker_pb2.GenerateRequest, worker_pb2.GenerateResponse],
         flight: Flight,
         worker_id: str,
+        on_close: Callable[[WorkerStream], None] = lambda _: None,
     ) -> None:
         self.worker_id = worker_id
+        self._on_close = on_close
+        self._cut: errors.LoraplexError | None = None
         self._call = call
         self._flight = flight
         self._events: AsyncIterator[worker_pb2.GenerateResponse] = aiter(call)
@@ -106,6 +110,10 @@ class WorkerStream:
             metadata = await self._call.initial_metadata()
             self._flight.accepted(_sequence_of(metadata))
             self._first = await self._next()
+        except asyncio.CancelledError:
+            if self._cut is None:
+                raise
+            raise self._cut from None
         finally:
             self._has_started = self._first is not None
 
@@ -134,6 +142,10 @@ class WorkerStream:
             raise self._lost("the stream ended early") from None
         except aio.AioRpcError as error:
             raise self._typed(error) from None
+        except asyncio.CancelledError:
+            if self._cut is None:
+                raise
+            raise self._cut from None
 
     def _typed(self, error: aio.AioRpcError) -> errors.LoraplexError:
         typed = errors.from_rpc_error(error)
@@ -152,6 +164,12 @@ class WorkerStream:
     def close(self) -> None:
         """Cancel what is left of the call, so that the worker frees the request within a step. May be called again."""
         self._flight.end()
+        self._call.cancel()
+        self._on_close(self)
+
+    def cut(self, error: errors.LoraplexError) -> None:
+        """End the stream: whoever reads it gets `error`."""
+        self._cut = error
         self._call.cancel()
 
 
@@ -175,6 +193,14 @@ class Forwarder:
         self._rng = rng or random.Random()  # noqa: S311 - breaks ties, guards nothing
         self._clock = clock
         self._on_retry = on_retry
+        self._streams: set[WorkerStream] = set()
+        self._cut: errors.LoraplexError | None = None
+
+    def cut_all(self, error: errors.LoraplexError) -> None:
+        """End every stream with `error`, and let no request begin any more."""
+        self._cut = error
+        for stream in list(self._streams):
+            stream.cut(error)
 
     async def open(self, job: Job) -> WorkerStream:
         """Return a stream whose first event is there.
@@ -193,8 +219,12 @@ class Forwarder:
         tried: list[str] = []
         failure: errors.LoraplexError | None = None
         while True:
+            if self._cut is not None:
+                raise self._cut
             remaining_s = job.deadline_s - self._clock()
             if remaining_s <= 0:
+                if failure is not None:
+                    raise failure
                 raise errors.DeadlineExceeded("the request's deadline passed before a worker could answer")
             try:
                 choice = pick(placement, self._fleet.views(), self._rng, tried)
@@ -205,6 +235,8 @@ class Forwarder:
             try:
                 return await self._attempt(choice, placement, request, remaining_s)
             except errors.LoraplexError as error:
+                if failure is not None and isinstance(error, errors.DeadlineUnreachable | errors.DeadlineExceeded):
+                    raise failure from None  # says more than that too little time was left for another worker
                 tried.append(choice.worker.worker_id)
                 if not is_retryable(error) or len(tried) == _MAX_ATTEMPTS:
                     raise
@@ -232,7 +264,8 @@ class Forwarder:
         call = self._fleet.stub(worker.address).Generate(
             request, timeout=remaining_s, metadata=((REQUEST_ID_KEY, request.request_id),)
         )
-        stream = WorkerStream(call, flight, worker.worker_id)
+        stream = WorkerStream(call, flight, worker.worker_id, self._streams.discard)
+        self._streams.add(stream)
         try:
             await stream.start()
         except BaseException:

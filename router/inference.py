@@ -120,6 +120,10 @@ class Inference:
         """From now on refuse requests with DRAINING."""
         self._is_draining = True
 
+    def cut_all(self) -> None:
+        """End what is still in flight with DRAINING."""
+        self._forwarder.cut_all(Draining("this router stopped before the answer was complete", retry_after_s=1.0))
+
     async def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no request is in flight; tells whether that came in time."""
         try:

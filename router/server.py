@@ -131,5 +131,7 @@ class Router:
         self.inference.refuse_new()
         if not await self.inference.wait_idle(settings.drain_timeout_s):
             log.warning("router.cutting_streams", in_flight=self.inference.in_flight)
+            self.inference.cut_all()
+            await self.inference.wait_idle(_CUT_S)  # each gets to tell its client
         self._http.stop()
         await self._grpc.stop(_CUT_S)

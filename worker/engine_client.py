@@ -24,6 +24,8 @@ from worker.mailbox import Abort, EngineStatus, Failure, Output, Ready, Shutdown
 log = structlog.get_logger(__name__)
 
 _BACKOFF: Final = Backoff(first_s=0.5, longest_s=30.0)
+_SUSPICION: Final = 0.1
+"""Share of the silence time-out that a silent engine gets once more before it is killed."""
 _MAX_UNREAD_BYTES: Final = 32 * 2**20
 """What may stand written and unread before the engine is held to be overrun."""
 
@@ -74,6 +76,7 @@ class EngineClient:
         self._link: EngineLink | None = None
         self._stopping = asyncio.Event()
         self._silence_timer: asyncio.TimerHandle | None = None
+        self._suspected_frames = -1
         self._ready_s: float | None = None
         self._last_frame_s = 0.0
         self._next_request_id = 1
@@ -239,13 +242,19 @@ class EngineClient:
     def _check_silence(self) -> None:
         self._silence_timer = None
         if not self._owners or self._link is None:
+            self._suspected_frames = -1
             return
-        left_s = self._last_frame_s + self._patience.silence_timeout_s - time.monotonic()
-        if left_s <= 0:
-            log.error("engine.hangs", silent_s=self._patience.silence_timeout_s, requests=len(self._owners))
+        timeout_s = self._patience.silence_timeout_s
+        left_s = self._last_frame_s + timeout_s - time.monotonic()
+        if left_s <= 0 and self._suspected_frames == self.num_frames:
+            log.error("engine.hangs", silent_s=timeout_s, requests=len(self._owners))
             self._link.kill()
-        else:
-            self._silence_timer = asyncio.get_running_loop().call_later(left_s, self._check_silence)
+            return
+        if left_s <= 0:
+            # Perhaps it was this process that did not run: what the engine has sent meanwhile is read first.
+            self._suspected_frames = self.num_frames
+            left_s = timeout_s * _SUSPICION
+        self._silence_timer = asyncio.get_running_loop().call_later(left_s, self._check_silence)
 
 
 def _error_of(failure: Failure) -> LoraplexError:

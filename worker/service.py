@@ -6,6 +6,7 @@ state but whether the worker takes requests.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
@@ -15,7 +16,7 @@ from typing import Final
 import structlog
 from grpc import aio
 
-from loraplex.errors import DeadlineExceeded, Draining, EngineDown, LoraplexError
+from loraplex.errors import ArtifactUnreachable, DeadlineExceeded, Draining, EngineDown, LoraplexError
 from loraplex.metadata_keys import STATUS_SEQUENCE_KEY
 from loraplex.worker.v1.worker_pb2 import (
     GenerateRequest,
@@ -40,6 +41,10 @@ log = structlog.get_logger(__name__)
 
 _UNREADABLE_FILE: Final = frozenset({"CORRUPT_ARTIFACT", "ARTIFACT_UNREACHABLE"})
 """Reasons by which the engine says that an adapter's file is not what it was when it was verified."""
+
+_ANSWER_RESERVE: Final = 0.1
+"""Share of the time left that is kept to tell the caller why an adapter did not come, at most `_ANSWER_RESERVE_S`."""
+_ANSWER_RESERVE_S: Final = 0.5
 
 Context = aio.ServicerContext[GenerateRequest, GenerateResponse]
 
@@ -67,10 +72,12 @@ class Parts:
 class _Held:
     """What one RPC holds, given back once, whoever notices its end first."""
 
-    __slots__ = ("generation", "lease", "ticket")
+    __slots__ = ("cut", "generation", "lease", "task", "ticket")
 
     def __init__(self, ticket: Ticket) -> None:
         self.ticket = ticket
+        self.task = asyncio.current_task()
+        self.cut: LoraplexError | None = None
         self.lease: Lease | None = None
         self.generation: Generation | None = None
 
@@ -80,6 +87,14 @@ class _Held:
         if self.lease is not None:
             self.lease.release()
         self.ticket.close(time.monotonic())
+
+    def fail(self, error: LoraplexError) -> None:
+        """End the RPC with an error, wherever it is: in the engine, or still on its way there."""
+        if self.generation is not None:
+            self.generation.fail(error)
+        elif self.task is not None and self.cut is None:
+            self.cut = error
+            self.task.cancel()
 
 
 class WorkerService(WorkerServiceServicer):
@@ -102,8 +117,7 @@ class WorkerService(WorkerServiceServicer):
     def cut_all(self) -> None:
         """End the streams that are still open, with Draining."""
         for held in list(self._held):
-            if held.generation is not None:
-                held.generation.fail(Draining("the worker stopped before the answer was complete"))
+            held.fail(Draining("the worker stopped before the answer was complete"))
 
     async def Generate(  # noqa: N802 - gRPC's name
         self, request: GenerateRequest, context: Context
@@ -128,6 +142,11 @@ class WorkerService(WorkerServiceServicer):
         try:
             async for message in self._answer(checked, base, ready, held, context, arrival_s):
                 yield message
+        except asyncio.CancelledError:
+            if held.cut is None or held.task is None:
+                raise
+            held.task.uncancel()
+            raise held.cut from None
         except LoraplexError as error:
             log.info("generate.failed", request_id=checked.request_id, reason=error.reason, why=error.message)
             raise
@@ -151,7 +170,7 @@ class WorkerService(WorkerServiceServicer):
         fetch_s = 0.0
         if adapter is not None:
             asked_s = time.monotonic()
-            held.lease = await parts.store.acquire(adapter.artifact_digest)
+            held.lease = await self._acquire(adapter.artifact_digest, context.time_remaining())
             fetch_s = time.monotonic() - asked_s if held.lease.fetched else 0.0
 
         lease = held.lease
@@ -198,6 +217,19 @@ class WorkerService(WorkerServiceServicer):
         async for status in self._parts.board.follow():
             yield status_message(previous, status)
             previous = status
+
+    async def _acquire(self, artifact_digest: str, remaining_s: float | None) -> Lease:
+        """Lease an adapter's file, leaving time to say so where it does not come before the caller's deadline."""
+        within_s = None if remaining_s is None else remaining_s - min(_ANSWER_RESERVE_S, _ANSWER_RESERVE * remaining_s)
+        try:
+            async with asyncio.timeout(within_s):
+                return await self._parts.store.acquire(artifact_digest)
+        except TimeoutError:
+            raise ArtifactUnreachable(
+                f"adapter artifact {artifact_digest[:12]} is not cached here and did not come within the request's "
+                "deadline; try again later",
+                artifact_digest=artifact_digest,
+            ) from None
 
     def _serving(self) -> tuple[ServedBase, mailbox.Ready]:
         """Return what serves. Raises Draining, or EngineDown while nothing does."""

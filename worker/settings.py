@@ -45,6 +45,9 @@ class WorkerSettings(ServiceSettings):
     )
     max_prefill_tokens: Count = Field(512, description="prompt tokens computed in one step")
     threads: Count | None = Field(None, description="threads that compute (default: all cores but one)")
+    engine_silence_s: Annotated[float, Field(gt=0, le=86_400)] = Field(
+        300.0, description="seconds the engine may say nothing while it has requests before it is killed and restarted"
+    )
     drain_notice_s: Seconds = Field(1.0, description="seconds between announcing a drain and refusing requests")
     drain_timeout_s: Seconds = Field(30.0, description="seconds open streams get to finish in a drain")
     stream_stall_s: Annotated[float, Field(gt=0, le=86_400)] = Field(

@@ -15,6 +15,8 @@ from typing import Any
 import httpx2
 import pytest
 
+from loraplex.client import AsyncClient
+from loraplex.errors import Draining
 from loraplex.worker.v1 import worker_pb2
 from tests.integration.router_fakes import (
     ROOT,
@@ -185,9 +187,46 @@ async def test_after_the_delay_requests_are_refused_as_draining(registry: FakeRe
             assert refused.status_code == 503
             assert refused.json()["error"]["code"] == "draining"
             await router.said("router.cutting_streams")
-            await asyncio.gather(stuck, return_exceptions=True)
+            assert (await stuck).status_code == 503  # what is cut off is told so, too
+            assert stuck.result().json()["error"]["code"] == "draining"
         status, _ = await router.ended()
         await worker.until(lambda: worker.num_cancelled == 1)
+    assert status == 0
+
+
+async def test_streams_that_outlast_the_drain_end_with_an_error_at_both_fronts(
+    registry: FakeRegistry, worker: FakeWorker
+) -> None:
+    async def endless(
+        worker: FakeWorker, request: worker_pb2.GenerateRequest
+    ) -> AsyncIterator[worker_pb2.GenerateResponse]:
+        yield delta("one")
+        await asyncio.Event().wait()
+
+    worker.script = endless
+    arguments = (f"--registry={registry.address}", f"--workers={worker.address}", "--port=0", "--http-port=0")
+    async with router_process(*arguments, "--drain-delay-s=0", "--drain-timeout-s=0.3") as router:
+        await router.said("router.ready")
+        await router.said("fleet.worker_found")
+        listening = router.lines[0]
+        body = {"model": "sql", "prompt": "x", "stream": True}
+        async with (
+            httpx2.AsyncClient(base_url=f"http://127.0.0.1:{listening['http_port']}", timeout=20) as http,
+            http.stream("POST", "/v1/completions", json=body) as answer,
+            AsyncClient(f"127.0.0.1:{listening['grpc_port']}") as client,
+        ):
+            lines = answer.aiter_lines()
+            assert "one" in await anext(lines)
+            events = client.generate("sql", "x")
+            await anext(events)
+            router.process.send_signal(signal.SIGTERM)
+            with pytest.raises(Draining):
+                await anext(events)
+            rest = [line async for line in lines if line]
+            assert rest[-2] == "event: error"
+            assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "draining"
+        status, _ = await router.ended()
+        await worker.until(lambda: worker.num_cancelled == 2)
     assert status == 0
 
 

@@ -260,12 +260,11 @@ async def test_a_worker_starts_and_serves_without_a_registry_and_finds_it_later(
         assert len((await front.generate(front.request(artifact=digest, max_tokens=3))).token_ids()) == 3
 
 
-async def test_a_deadline_bounds_the_wait_for_an_unreachable_adapter(base, tmp_path):
+async def test_a_deadline_bounds_the_wait_for_an_unreachable_adapter_and_the_answer_says_why(base, tmp_path):
     async with running_front(base, tmp_path / "cache") as front:
         started = time.monotonic()
-        answer = await front.generate(front.request(artifact="f" * 64), within=0.3)
-        assert answer.error is not None
-        assert answer.error.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        answer = await front.generate(front.request(artifact="f" * 64), within=1)
+        assert isinstance(answer.error, ArtifactUnreachable)
         assert time.monotonic() - started < 1
         status = await front.status_where(idle)
         assert not status["adapters"]
@@ -312,3 +311,29 @@ async def test_a_taken_port_and_a_shared_cache_folder_are_told(base, tmp_path):
         with pytest.raises(FailedPrecondition, match="its own cache folder"):
             async with running_front(base, tmp_path / "cache", wait_ready=False) as second:
                 await second.task
+
+
+async def test_a_drain_cuts_off_who_still_waits_for_an_adapter(base, tmp_path):
+    server = ArtifactServer(gate=asyncio.Event())  # type: ignore[abstract]  # it serves downloads alone
+    digest = server.add(b"never comes")
+    async with (
+        serving_artifacts(server) as port,
+        running_front(base, tmp_path / "cache", registry_port=port, drain_timeout_s=0.2) as front,
+    ):
+        waiting = asyncio.create_task(front.generate(front.request(artifact=digest)))
+        await front.status_where(lambda fields: digest in fields["adapters"] and fields["adapters"][digest].loading)
+        front.stop.set()
+        assert isinstance((await waiting).error, Draining)
+        async with asyncio.timeout(2):
+            await front.task
+    assert not list((tmp_path / "cache" / "artifacts" / ".incoming").iterdir())
+
+
+async def test_a_stop_while_a_crashed_engine_waits_for_its_restart_ends_at_once(base, tmp_path):
+    patience = EnginePatience(Backoff(first_s=30, longest_s=30), exit_timeout_s=3)
+    async with running_front(base, tmp_path / "cache", engine_patience=patience) as front:
+        os.kill(engine_pid(), signal.SIGKILL)
+        await front.status_where(lambda fields: fields["state"] == NOT_SERVING)
+        front.stop.set()
+        async with asyncio.timeout(3):
+            await front.task

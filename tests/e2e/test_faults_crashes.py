@@ -1,0 +1,200 @@
+"""What clients see when a process dies, hangs or is cut off, and how soon all is well again. Real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+from contextlib import AsyncExitStack
+
+import psutil
+import pytest
+
+from loraplex.client import AsyncClient
+from loraplex.errors import (
+    ArtifactUnreachable,
+    DeadlineExceeded,
+    EngineDown,
+    LoraplexError,
+    RegistryUnavailable,
+    Unavailable,
+    WorkerLost,
+)
+from tests.e2e.fleet import Fleet, Service
+from tests.e2e.fleet_calls import (
+    BASE,
+    FOUND_S,
+    ask,
+    failure,
+    found_again,
+    is_answered,
+    is_idle,
+    sampling,
+    until_idle,
+    workers_where,
+    working,
+)
+
+LONG = 8000
+"""Tokens of a stream that no test sees the end of."""
+
+
+async def start_stream(client: AsyncClient, **options):
+    """Open a long stream and wait for its first event."""
+    events = client.generate(BASE, "x", sampling=sampling(LONG), **options)
+    await anext(events)
+    return events
+
+
+async def on_one_worker(fleet: Fleet, client: AsyncClient, stack):
+    """Open a gRPC and an HTTP stream on the same worker; returns both and the worker's name."""
+    over_grpc = await start_stream(client)
+    name = await working(client)
+    for _ in range(20):
+        over_http = await stack.enter_async_context(fleet.stream(max_tokens=LONG))
+        await over_http.first()
+        if over_http.worker_id == name:
+            return over_grpc, over_http, name
+        await over_http.response.aclose()
+    raise AssertionError("placement never chose the same worker twice")
+
+
+async def served_again(client: AsyncClient, service: Service, within_s: float = FOUND_S) -> None:
+    """Wait until the router sees a worker serve that has just become ready."""
+    workers = await workers_where(
+        client, lambda all_: service.name in all_ and all_[service.name].state == "serving", within_s
+    )
+    assert workers[service.name].address == service.address
+
+
+def check_broken_off(lines: list[str]) -> dict[str, str]:
+    """Return the error of a broken SSE stream: one `error` event at its end, no [DONE]."""
+    events = [at for at, line in enumerate(lines) if line == "event: error"]
+    assert events == [len(lines) - 2], lines[-4:]
+    assert not any("[DONE]" in line for line in lines)
+    error: dict[str, str] = json.loads(lines[-1].removeprefix("data: "))["error"]
+    return error
+
+
+async def test_a_killed_worker_fails_its_streams_at_once_and_the_other_worker_goes_on(fleet: Fleet):
+    async with fleet.client() as client, AsyncExitStack() as stack:
+        over_grpc, over_http, name = await on_one_worker(fleet, client, stack)
+        (other,) = {*fleet.workers} - {name}
+        engine = fleet.workers[name].engine()
+        killed_s = time.monotonic()
+        fleet.workers[name].send(signal.SIGKILL)
+        (error, _), lines = await asyncio.gather(failure(over_grpc), over_http.rest())
+        assert time.monotonic() - killed_s < 2
+        assert isinstance(error, WorkerLost)
+        assert check_broken_off(lines)["code"] == "worker_lost"
+        assert (await ask(client)).facts.worker_id == other
+        assert psutil.wait_procs([engine], timeout=5)[1] == []  # it does not outlive its front end
+
+        fleet.workers[other].kill()
+        with pytest.raises(Unavailable):
+            await ask(client)
+        await asyncio.to_thread(fleet.workers[name].restart)
+        await served_again(client, fleet.workers[name])
+        assert (await ask(client)).facts.worker_id == name
+
+
+async def test_a_killed_engine_costs_its_streams_only_and_comes_back_under_a_new_epoch(fleet: Fleet):
+    async with fleet.client() as client, AsyncExitStack() as stack:
+        over_grpc, over_http, name = await on_one_worker(fleet, client, stack)
+        worker = fleet.workers[name]
+        before = (await workers_where(client, lambda _: True))[name]
+        killed_s = time.monotonic()
+        worker.engine().kill()
+        (error, _), lines = await asyncio.gather(failure(over_grpc), over_http.rest())
+        assert time.monotonic() - killed_s < 2
+        assert isinstance(error, EngineDown)
+        assert check_broken_off(lines)["code"] == "engine_down"
+        assert (await ask(client)).facts.worker_id != name
+        after = (await workers_where(client, lambda all_: is_idle(all_[name]), 30))[name]
+        assert after.epoch != before.epoch
+        assert worker.runs  # the same process: nobody restarts it here
+        assert worker.engine().is_running()
+
+
+async def test_an_engine_that_hangs_is_noticed_killed_and_replaced(fleet: Fleet):
+    async with fleet.client() as client:
+        events = await start_stream(client)
+        name = await working(client)
+        stopped = fleet.workers[name].engine()
+        stopped.suspend()
+        hung_s = time.monotonic()
+        error, _ = await failure(events)
+        assert isinstance(error, EngineDown)
+        assert 1 < time.monotonic() - hung_s < 6  # --engine-silence-s 2
+        assert psutil.wait_procs([stopped], timeout=5)[1] == []
+        await workers_where(client, lambda all_: is_idle(all_[name]), 30)
+
+
+async def test_without_the_registry_what_is_cached_is_served_and_what_is_not_is_unreachable(fleet: Fleet, long_adapter):
+    async with fleet.client() as client, fleet.client(1) as other_router:
+        await client.add_adapter("warm", long_adapter(1))
+        await client.add_adapter("cold", long_adapter(2))
+        warm = await ask(client, "warm")
+        other_router.min_revision = client.min_revision
+        await other_router.get_model("cold")
+        events = await start_stream(client)
+        fleet.registry.kill()
+        again = await ask(client, "warm")
+        assert again.facts.artifact_digest == warm.facts.artifact_digest
+        started_s = time.monotonic()
+        for within_s in (20.0, 2.0):  # one that outlasts all tries, and one that does not
+            with pytest.raises(ArtifactUnreachable):
+                await ask(client, "cold", timeout_s=within_s)
+        assert time.monotonic() - started_s < 20
+        with pytest.raises(RegistryUnavailable):
+            await client.add_adapter("late", long_adapter(3))
+        await anext(events)
+        await events.aclose()
+
+        await asyncio.to_thread(fleet.registry.restart)
+        back_s = time.monotonic()
+        added = await found_again(lambda: client.add_adapter("late", long_adapter(3)))
+        for each in (client, other_router):  # both follow its changes again; each waits up to 2 s for the revision
+            each.min_revision = added.revision
+            assert (await ask(each, "late")).facts.artifact_digest == added.adapter.current.artifact_digest
+        assert (await ask(client, "cold")).facts.tier_hit == "source"
+        assert time.monotonic() - back_s < FOUND_S + 6
+
+
+async def test_a_killed_router_leaves_the_other_with_the_same_models_and_workers(fleet: Fleet):
+    async with fleet.client() as client, fleet.client(1) as other:
+        models = [model async for model in client.list_models()]
+        events = await start_stream(client)
+        fleet.routers[0].send(signal.SIGKILL)
+        error, _ = await failure(events)
+        assert isinstance(error, Unavailable)
+        assert [model async for model in other.list_models()] == models
+        await until_idle(other, 3)  # the dead router's stream is cancelled on its worker too
+        assert await is_answered(other)
+        await asyncio.to_thread(fleet.routers[0].kill)
+        await asyncio.to_thread(fleet.routers[0].restart)
+        await until_idle(client, FOUND_S)  # the client's own connection is found again as well
+        assert await is_answered(client)
+
+
+async def test_a_worker_that_is_cut_off_is_the_last_choice_until_it_is_heard_again(fleet: Fleet):
+    async with fleet.client() as client:
+        events = await start_stream(client, timeout_s=6.0)
+        opened_s = time.monotonic()
+        name = await working(client)
+        (other,) = {*fleet.workers} - {name}
+        fleet.workers[name].send(signal.SIGSTOP)
+        await workers_where(client, lambda all_: all_[name].status_age_s > 3.0)
+        for _ in range(6):
+            assert (await ask(client)).facts.worker_id == other
+        error, _ = await failure(events)
+        assert isinstance(error, DeadlineExceeded)
+        assert time.monotonic() - opened_s < 7
+        fleet.workers[other].kill()
+        with pytest.raises(LoraplexError) as refused:  # there is nothing else, so it is tried
+            await ask(client, timeout_s=1.0)
+        assert isinstance(refused.value, DeadlineExceeded)
+        fleet.workers[name].send(signal.SIGCONT)
+        await workers_where(client, lambda all_: is_idle(all_[name]), FOUND_S)
+        assert (await ask(client)).facts.worker_id == name
