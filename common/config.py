@@ -7,9 +7,11 @@ the environment.
 from __future__ import annotations
 
 import ipaddress
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Literal, Self, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
@@ -21,6 +23,18 @@ from loraplex.address import parse_address
 def _check_address(text: str) -> str:
     parse_address(text)
     return text
+
+
+def _check_endpoint(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{url!r} is no OTLP/gRPC endpoint; give http://HOST:4317, or https:// for TLS")
+    return url
+
+
+def _endpoint_of_environment() -> str | None:
+    names = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    return next((value for name in names if (value := os.environ.get(name))), None)
 
 
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -39,6 +53,11 @@ class ServiceSettings(BaseSettings):
     insecure: bool = Field(False, description="allow an address other than loopback although nothing is encrypted")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe line logged")
     log_format: LogFormat = Field("auto", description="lines for people, JSON, or by whether stderr is a terminal")
+    otlp_endpoint: Annotated[str, AfterValidator(_check_endpoint)] | None = Field(
+        default_factory=_endpoint_of_environment,
+        validate_default=True,
+        description="OTLP/gRPC receiver of traces, http://HOST:4317 (default: OTEL_EXPORTER_OTLP_ENDPOINT, else none)",
+    )
 
     @model_validator(mode="after")
     def _loopback_or_insecure(self) -> Self:

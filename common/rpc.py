@@ -19,6 +19,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
+from common.trace_rpc import TraceInterceptor
 from loraplex.calls import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
 from loraplex.errors import FailedPrecondition, LoraplexError, to_status
 
@@ -148,7 +149,7 @@ class Server:
         register: Iterable[Callable[[aio.Server], None]],
         services: Sequence[ServiceDescriptor],
     ) -> None:
-        self._server = aio.server(interceptors=[ErrorInterceptor()], options=list(_SERVER_OPTIONS))
+        self._server = aio.server(interceptors=[ErrorInterceptor(), TraceInterceptor()], options=list(_SERVER_OPTIONS))
         self._names = ["", *(service.full_name for service in services)]
         for add in register:
             add(self._server)

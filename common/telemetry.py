@@ -1,4 +1,7 @@
-"""Logs: one structured line per event, to stderr. Prompts, answers and keys never go into a log."""
+"""Logs: one structured line per event, to stderr. Prompts, answers and keys never go into a log.
+
+A line that is written for a request carries its trace's ids.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,18 @@ import sys
 from typing import Literal
 
 import structlog
+from opentelemetry import trace
 
 LogFormat = Literal["auto", "console", "json"]
+
+
+def add_trace_ids(_: object, __: str, line: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Put the current span's ids into a log line."""
+    ids = trace.get_current_span().get_span_context()
+    if ids.is_valid:
+        line["trace_id"] = trace.format_trace_id(ids.trace_id)
+        line["span_id"] = trace.format_span_id(ids.span_id)
+    return line
 
 
 def configure_logs(service: str, *, level: str = "info", log_format: LogFormat = "auto") -> None:
@@ -16,6 +29,7 @@ def configure_logs(service: str, *, level: str = "info", log_format: LogFormat =
     console = log_format == "console" or (log_format == "auto" and sys.stderr.isatty())
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
+        add_trace_ids,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]

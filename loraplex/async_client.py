@@ -69,17 +69,19 @@ class AsyncClient:
         sampling: Sampling | None = None,
         request_id: str | None = None,
         timeout_s: float | None = None,
+        trace: bool = False,
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of a generation as they come; closing the iterator early cancels the request.
 
         Give one of `prompt` (plain text), `messages` (rendered with the chat template) and `token_ids`.
+        `trace` asks for the request's spans, which come with `Finished`.
         """
         request = wire.generate_request(model, prompt, messages, token_ids, sampling)
         with self._router.calls():
             call = self._inference.Generate(
                 request,
                 timeout=self.timeouts.generate_s if timeout_s is None else timeout_s,
-                metadata=wire.metadata(self.min_revision, request_id),
+                metadata=wire.metadata(self.min_revision, request_id, trace=trace),
             )
             try:
                 async for response in call:

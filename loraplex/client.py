@@ -49,6 +49,7 @@ from loraplex.router.v1 import (
     models_pb2,
     models_pb2_grpc,
 )
+from loraplex.spans import Span
 
 __all__ = [
     "AsyncClient",
@@ -61,6 +62,7 @@ __all__ = [
     "Gatherer",
     "Message",
     "Sampling",
+    "Span",
     "TextDelta",
     "Timeouts",
     "gather",
@@ -110,17 +112,19 @@ class Client:
         sampling: Sampling | None = None,
         request_id: str | None = None,
         timeout_s: float | None = None,
+        trace: bool = False,
     ) -> Generator[Event, None, None]:
         """Yield the events of a generation as they come; leaving the iterator early cancels the request.
 
         Give one of `prompt` (plain text), `messages` (rendered with the chat template) and `token_ids`.
+        `trace` asks for the request's spans, which come with `Finished`.
         """
         request = wire.generate_request(model, prompt, messages, token_ids, sampling)
         with self._router.calls():
             call = self._inference.Generate(
                 request,
                 timeout=self.timeouts.generate_s if timeout_s is None else timeout_s,
-                metadata=wire.metadata(self.min_revision, request_id),
+                metadata=wire.metadata(self.min_revision, request_id, trace=trace),
             )
             try:
                 for response in call:

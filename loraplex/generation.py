@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from loraplex.spans import Span
+
 
 @dataclass(frozen=True, slots=True)
 class Message:
@@ -99,10 +101,11 @@ class ServingFacts:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The success end of a stream."""
+    """The success end of a stream. `spans` tell where its time went, where they were asked for."""
 
     usage: Usage
     facts: ServingFacts
+    spans: tuple[Span, ...] = ()
 
 
 Event = TextDelta | ChoiceFinished | Finished
@@ -127,6 +130,7 @@ class Completion:
     choices: tuple[Choice, ...]
     usage: Usage
     facts: ServingFacts
+    spans: tuple[Span, ...] = ()
 
     @property
     def text(self) -> str:
@@ -156,9 +160,8 @@ class Gatherer:
         """Return the whole answer. Raises ValueError where the stream has not ended with Finished."""
         if self._finished is None:
             raise ValueError("the stream has not finished")
-        return Completion(
-            tuple(self._choice(index) for index in sorted(self._ends)), self._finished.usage, self._finished.facts
-        )
+        end = self._finished
+        return Completion(tuple(self._choice(index) for index in sorted(self._ends)), end.usage, end.facts, end.spans)
 
     def _choice(self, index: int) -> Choice:
         deltas, end = self._deltas.get(index, []), self._ends[index]

@@ -12,3 +12,6 @@ REQUEST_ID_KEY: Final = "x-loraplex-request-id"
 
 STATUS_SEQUENCE_KEY: Final = "x-loraplex-status-sequence"
 """Worker to router: the sequence of the worker's status that first counts this request."""
+
+TRACE_KEY: Final = "x-loraplex-trace"
+"""Client to router to worker, over gRPC: `1` asks for the request's spans in `Finished`."""

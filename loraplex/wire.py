@@ -22,11 +22,12 @@ from loraplex.generation import (
     Usage,
 )
 from loraplex.manifest import BaseManifest
-from loraplex.metadata_keys import MIN_REVISION_KEY, REQUEST_ID_KEY
+from loraplex.metadata_keys import MIN_REVISION_KEY, REQUEST_ID_KEY, TRACE_KEY
 from loraplex.records import Adapter, AdapterVersion, BaseModel, Model, Worker, WorkerAdapter
 from loraplex.registry.v1 import adapter_pb2, base_model_pb2
 from loraplex.router.v1 import fleet_pb2, inference_pb2, models_pb2
-from loraplex.types.v1 import generation_pb2, sampling_pb2
+from loraplex.spans import Span
+from loraplex.types.v1 import generation_pb2, sampling_pb2, trace_pb2
 
 _TIERS: Final = {
     generation_pb2.ADAPTER_TIER_UNSPECIFIED: "",
@@ -38,13 +39,18 @@ _TIERS: Final = {
 _REASONS: Final = {generation_pb2.FINISH_REASON_STOP: "stop", generation_pb2.FINISH_REASON_LENGTH: "length"}
 
 
-def metadata(min_revision: int, request_id: str | None = None) -> tuple[tuple[str, str], ...]:
-    """Return a call's metadata: the revision the caller has seen (0: none) and its request id."""
+_STATUSES: Final = {trace_pb2.SPAN_STATUS_ERROR: "error", trace_pb2.SPAN_STATUS_CANCELLED: "cancelled"}
+
+
+def metadata(min_revision: int, request_id: str | None = None, *, trace: bool = False) -> tuple[tuple[str, str], ...]:
+    """Return a call's metadata: the revision the caller has seen (0: none), its request id, its wish for spans."""
     pairs = []
     if min_revision:
         pairs.append((MIN_REVISION_KEY, str(min_revision)))
     if request_id:
         pairs.append((REQUEST_ID_KEY, request_id))
+    if trace:
+        pairs.append((TRACE_KEY, "1"))
     return tuple(pairs)
 
 
@@ -110,6 +116,22 @@ def event(response: inference_pb2.GenerateResponse) -> Event:
             decode_s=facts.decode_time.ToNanoseconds() / 1e9,
             worker_id=facts.worker_id,
         ),
+        tuple(_span(span) for span in response.finished.spans),
+    )
+
+
+def _span(message: trace_pb2.Span) -> Span:
+    return Span(
+        trace_id=message.trace_id,
+        span_id=message.span_id,
+        parent_span_id=message.parent_span_id,
+        service=message.service,
+        name=message.name,
+        start_time=_time(message.start_time),
+        duration_s=message.duration.ToNanoseconds() / 1e9,
+        status=_STATUSES.get(message.status, "ok"),
+        status_reason=message.status_reason,
+        attributes=dict(message.attributes),
     )
 
 

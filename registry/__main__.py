@@ -10,6 +10,7 @@ import structlog
 from common.config import load_settings
 from common.lifecycle import stop_on_signals
 from common.telemetry import configure_logs
+from common.tracing import tracing
 from loraplex.errors import LoraplexError
 from registry.app import serve
 from registry.settings import RegistrySettings
@@ -32,7 +33,8 @@ def main() -> int:
     settings = load_settings(RegistrySettings, "registry", sys.argv[1:])
     configure_logs("registry", level=settings.log_level, log_format=settings.log_format)
     try:
-        asyncio.run(run(settings))
+        with tracing("registry", settings.otlp_endpoint):
+            asyncio.run(run(settings))
     except LoraplexError as error:
         print(f"registry: {error.message}", file=sys.stderr)
         return 1

@@ -9,6 +9,7 @@ import uvloop
 from common.config import load_settings
 from common.lifecycle import stop_on_signals
 from common.telemetry import configure_logs
+from common.tracing import tracing
 from loraplex.errors import FailedPrecondition
 from router.server import Router
 from router.settings import RouterSettings
@@ -23,7 +24,8 @@ def main() -> int:
     settings = load_settings(RouterSettings, "router", sys.argv[1:])
     configure_logs("router", level=settings.log_level, log_format=settings.log_format)
     try:
-        uvloop.run(_run(settings))
+        with tracing("router", settings.otlp_endpoint):
+            uvloop.run(_run(settings))
     except FailedPrecondition as error:
         print(f"router: {error.message}", file=sys.stderr)
         return 1

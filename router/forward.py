@@ -18,6 +18,7 @@ import grpc
 import structlog
 from grpc import aio
 
+from common import tracing
 from loraplex import errors
 from loraplex.metadata_keys import REQUEST_ID_KEY, STATUS_SEQUENCE_KEY
 from loraplex.router.v1 import inference_pb2
@@ -26,6 +27,7 @@ from router.catalog import Resolved
 from router.fleet import Fleet
 from router.fleet_link import Flight
 from router.placement import Pick, PlacementRequest, pick, prompt_tokens_on
+from router.traces import CallTrace
 
 log = structlog.get_logger(__name__)
 
@@ -92,9 +94,11 @@ class WorkerStream:
         call: aio.UnaryStreamCall[worker_pb2.GenerateRequest, worker_pb2.GenerateResponse],
         flight: Flight,
         worker_id: str,
+        trace: CallTrace,
         on_close: Callable[[WorkerStream], None] = lambda _: None,
     ) -> None:
         self.worker_id = worker_id
+        self._trace = trace
         self._on_close = on_close
         self._cut: errors.LoraplexError | None = None
         self._call = call
@@ -133,19 +137,24 @@ class WorkerStream:
         if event.HasField("finished"):
             self._has_finished = True
             self._flight.end()
+            self._trace.finished(event.finished)
         return event
 
     async def _next(self) -> worker_pb2.GenerateResponse:
         try:
             return await anext(self._events)
         except StopAsyncIteration:
-            raise self._lost("the stream ended early") from None
+            raise self._ended(self._lost("the stream ended early")) from None
         except aio.AioRpcError as error:
-            raise self._typed(error) from None
+            raise self._ended(self._typed(error)) from None
         except asyncio.CancelledError:
             if self._cut is None:
                 raise
-            raise self._cut from None
+            raise self._ended(self._cut) from None
+
+    def _ended(self, error: errors.LoraplexError) -> errors.LoraplexError:
+        self._trace.end(error)
+        return error
 
     def _typed(self, error: aio.AioRpcError) -> errors.LoraplexError:
         typed = errors.from_rpc_error(error)
@@ -164,6 +173,7 @@ class WorkerStream:
     def close(self) -> None:
         """Cancel what is left of the call, so that the worker frees the request within a step. May be called again."""
         self._flight.end()
+        self._trace.end(errors.Cancelled("the request ended before the answer"))
         self._call.cancel()
         self._on_close(self)
 
@@ -227,13 +237,16 @@ class Forwarder:
                     raise failure
                 raise errors.DeadlineExceeded("the request's deadline passed before a worker could answer")
             try:
-                choice = pick(placement, self._fleet.views(), self._rng, tried)
+                with tracing.span("placement") as span:
+                    choice = pick(placement, self._fleet.views(), self._rng, tried)
+                    span.set_attribute("loraplex.worker.id", choice.worker.worker_id)
+                    span.set_attribute("loraplex.placement.expected_s", choice.expected_s)
             except errors.NoWorker:
                 if failure is not None:
                     raise failure from None
                 raise
             try:
-                return await self._attempt(choice, placement, request, remaining_s)
+                return await self._attempt(choice, placement, request, remaining_s, len(tried) + 1)
             except errors.LoraplexError as error:
                 if failure is not None and isinstance(error, errors.DeadlineUnreachable | errors.DeadlineExceeded):
                     raise failure from None  # says more than that too little time was left for another worker
@@ -251,7 +264,12 @@ class Forwarder:
                 )
 
     async def _attempt(
-        self, choice: Pick, placement: PlacementRequest, request: worker_pb2.GenerateRequest, remaining_s: float
+        self,
+        choice: Pick,
+        placement: PlacementRequest,
+        request: worker_pb2.GenerateRequest,
+        remaining_s: float,
+        attempt: int,
     ) -> WorkerStream:
         if choice.expected_s > remaining_s:
             raise errors.DeadlineUnreachable(
@@ -261,10 +279,11 @@ class Forwarder:
             )
         worker = choice.worker
         flight = self._fleet.begin(worker.address, prompt_tokens_on(worker, placement), placement.artifact_digest)
+        trace = CallTrace(worker.worker_id, attempt)
         call = self._fleet.stub(worker.address).Generate(
-            request, timeout=remaining_s, metadata=((REQUEST_ID_KEY, request.request_id),)
+            request, timeout=remaining_s, metadata=((REQUEST_ID_KEY, request.request_id), *trace.metadata())
         )
-        stream = WorkerStream(call, flight, worker.worker_id, self._streams.discard)
+        stream = WorkerStream(call, flight, worker.worker_id, trace, self._streams.discard)
         self._streams.add(stream)
         try:
             await stream.start()

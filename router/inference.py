@@ -14,12 +14,14 @@ from contextlib import contextmanager
 
 import structlog
 
+from common import tracing
 from loraplex.errors import Draining, InvalidParameter, LoraplexError
 from loraplex.metadata_keys import REQUEST_ID_KEY
 from router.catalog import Catalog, Resolved, parse_min_revision
 from router.forward import Forwarder, Job, WorkerStream
 from router.metrics import Metrics, Observation
 from router.quota import Admission, Limits
+from router.traces import describe_request
 
 log = structlog.get_logger(__name__)
 
@@ -88,8 +90,11 @@ class Inference:
 
     async def resolve(self, tenant: str, model: str, min_revision: str | None) -> Resolved:
         """Resolve a model name in a catalog no older than `min_revision` (as the client wrote it)."""
-        snapshot = await self._catalog.at_least(parse_min_revision(min_revision))
-        return snapshot.resolve(tenant, model)
+        with tracing.span("resolve"):
+            snapshot = await self._catalog.at_least(parse_min_revision(min_revision))
+            resolved = snapshot.resolve(tenant, model)
+        describe_request(resolved)
+        return resolved
 
     def deadline_s(self, timeout_s: float | None) -> float:
         """Return the deadline on this object's clock; None takes the default time-out."""

@@ -26,6 +26,7 @@ from router.fleet import Fleet
 from router.forward import Job
 from router.inference import Inference, request_id_from
 from router.placement import WorkerView
+from router.traces import add_spans, describe_usage, name_request
 
 
 def check_input(request: inference_pb2.GenerateRequest) -> None:
@@ -50,6 +51,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         metadata = dict(context.invocation_metadata() or ())
         with inference.observed("grpc") as observation, inference.admitted(DEFAULT_TENANT):
             request_id = request_id_from(_text(metadata, REQUEST_ID_KEY))
+            operation = "chat" if request.WhichOneof("input") == "chat" else "text_completion"
+            name_request(request_id, request.model, operation)
             check_input(request)
             deadline_s = inference.deadline_s(context.time_remaining())
             resolved = await inference.resolve(DEFAULT_TENANT, request.model, _text(metadata, MIN_REVISION_KEY))
@@ -66,6 +69,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                         case "finished":
                             usage = event.finished.usage
                             observation.usage(usage.prompt_tokens, usage.completion_tokens)
+                            describe_usage(usage.prompt_tokens, usage.completion_tokens)
+                            add_spans(event.finished)
                             yield inference_pb2.GenerateResponse(finished=event.finished)
                         case _:
                             pass

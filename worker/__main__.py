@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from common.config import load_settings
 from common.lifecycle import stop_on_signals
 from common.telemetry import configure_logs
+from common.tracing import tracing
 from loraplex.errors import LoraplexError
 from worker.app import WorkerApp
 from worker.engine_link import EngineStartError
@@ -26,7 +27,8 @@ def main(argv: Sequence[str]) -> int:
     configure_logs("worker", level=settings.log_level, log_format=settings.log_format)
     problems: list[BaseException] = []
     try:
-        asyncio.run(_run(settings))
+        with tracing("worker", settings.otlp_endpoint, instance=settings.worker_id):
+            asyncio.run(_run(settings))
     except* (LoraplexError, EngineStartError) as group:
         problems = list(_leaves(group))
     for problem in problems:

@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from loraplex.errors import LoraplexError, ResourceExhausted
 from worker.admission import Ticket
 from worker.engine_client import EngineClient
@@ -228,6 +230,13 @@ class Generation:
             )
         )
 
+    def timing_so_far(self) -> Timing | None:
+        """Return where the time went until now; None before the first token."""
+        if all(choice.first_timing is None for choice in self._choices):
+            return None
+        since_s = min(choice.first_token_s for choice in self._choices if choice.first_token_s)
+        return msgspec.structs.replace(self._timing(), decode_s=time.monotonic() - since_s)
+
     def _timing(self) -> Timing:
         """Return where the RPC's time went: until the first token as its first choice saw it, and the longest decode.
 
@@ -238,4 +247,4 @@ class Generation:
         if not timings:
             return Timing(0.0, 0.0, 0.0, decode_s, adapter_on_device=False)
         first = min(timings, key=lambda timing: timing.queue_s + timing.adapter_load_s + timing.prefill_s)
-        return Timing(first.queue_s, first.adapter_load_s, first.prefill_s, decode_s, first.adapter_on_device)
+        return msgspec.structs.replace(first, decode_s=decode_s)

@@ -109,6 +109,8 @@ class Timing(msgspec.Struct, frozen=True, array_like=True):
     decode_s: float
     adapter_on_device: bool
     """The adapter was on the device when the request came."""
+    adapter_ready_s: float = 0.0
+    """From arrival until a load that the request waited for was done; 0 where there was none."""
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):

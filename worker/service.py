@@ -16,6 +16,7 @@ from typing import Final
 import structlog
 from grpc import aio
 
+from common import tracing
 from loraplex.errors import ArtifactUnreachable, DeadlineExceeded, Draining, EngineDown, LoraplexError
 from loraplex.metadata_keys import STATUS_SEQUENCE_KEY
 from loraplex.worker.v1.worker_pb2 import (
@@ -36,6 +37,7 @@ from worker.sampling import SEED_BITS
 from worker.status import StatusBoard
 from worker.text.choice import ChoiceText
 from worker.text.model import TextModel, too_long
+from worker.traces import EngineTrace, describe_answer, describe_request
 
 log = structlog.get_logger(__name__)
 
@@ -126,6 +128,7 @@ class WorkerService(WorkerServiceServicer):
         arrival_s = time.monotonic()
         base, ready = self._serving()
         checked = check_request(request, base_digest=base.digest, vocab_size=ready.vocab_size)
+        describe_request(checked, base.digest)
         remaining_s = context.time_remaining()
         if remaining_s is not None and remaining_s <= 0:
             raise DeadlineExceeded("the deadline passed before the request was read")
@@ -163,14 +166,18 @@ class WorkerService(WorkerServiceServicer):
         arrival_s: float,
     ) -> AsyncIterator[GenerateResponse]:
         parts, sampling, adapter = self._parts, checked.sampling, checked.adapter
-        prompt = await _tokenize(checked, base.text, limit=ready.max_context_tokens - 1)
+        with tracing.span("tokenize") as span:
+            prompt = await _tokenize(checked, base.text, limit=ready.max_context_tokens - 1)
+            span.set_attribute("gen_ai.usage.input_tokens", len(prompt))
         held.ticket.tokenized(len(prompt))
         await context.send_initial_metadata(((STATUS_SEQUENCE_KEY, str(parts.board.sequence)),))
 
         fetch_s = 0.0
         if adapter is not None:
             asked_s = time.monotonic()
-            held.lease = await self._acquire(adapter.artifact_digest, context.time_remaining())
+            with tracing.span("adapter.fetch") as span:
+                held.lease = await self._acquire(adapter.artifact_digest, context.time_remaining())
+                span.set_attribute("loraplex.adapter.fetched", held.lease.fetched)
             fetch_s = time.monotonic() - asked_s if held.lease.fetched else 0.0
 
         lease = held.lease
@@ -192,21 +199,25 @@ class WorkerService(WorkerServiceServicer):
         if adapter is not None:
             generation.on_failure_reason = lambda reason: self._doubt(adapter.artifact_digest, reason)
         generation.submit(make)
-        async for event in generation.events():
-            if isinstance(event, TextDelta):
-                yield delta_message(event, base.text.vocabulary)
-            elif isinstance(event, ChoiceEnd):
-                yield choice_end_message(event)
-            else:
-                facts = serving_facts(
-                    event.timing,
-                    fetch_s=fetch_s,
-                    fetched=lease is not None and lease.fetched,
-                    base_digest=base.digest,
-                    digests=(adapter.version_digest, adapter.artifact_digest) if adapter else None,
-                    worker_id=parts.worker_id,
-                )
-                yield finished_message(len(prompt), event.completion_tokens, facts)
+        with EngineTrace(arrival_s, generation.timing_so_far) as engine:
+            async for event in generation.events():
+                if isinstance(event, TextDelta):
+                    yield delta_message(event, base.text.vocabulary)
+                elif isinstance(event, ChoiceEnd):
+                    yield choice_end_message(event)
+                else:
+                    engine.finished(event.timing)
+                    facts = serving_facts(
+                        event.timing,
+                        fetch_s=fetch_s,
+                        fetched=lease is not None and lease.fetched,
+                        base_digest=base.digest,
+                        digests=(adapter.version_digest, adapter.artifact_digest) if adapter else None,
+                        worker_id=parts.worker_id,
+                    )
+                    message = finished_message(len(prompt), event.completion_tokens, facts)
+                    describe_answer(message.finished)
+                    yield message
 
     async def WatchStatus(  # noqa: N802 - gRPC's name
         self, request: WatchStatusRequest, context: aio.ServicerContext[WatchStatusRequest, WatchStatusResponse]

@@ -67,6 +67,7 @@ def print_stats(completion: Completion, watch: Stopwatch) -> None:
 
 def answer_json(model: str, completion: Completion, watch: Stopwatch) -> dict[str, object]:
     """Return an answer as one JSON object."""
+    spans = {"spans": completion.spans} if completion.spans else {}
     return {
         "model": model,
         "choices": completion.choices,
@@ -74,4 +75,5 @@ def answer_json(model: str, completion: Completion, watch: Stopwatch) -> dict[st
         "facts": completion.facts,
         "time_to_first_token_s": round(watch.time_to_first_token_s, 6),
         "tokens_per_second": round(watch.tokens_per_second, 3),
+        **spans,
     }

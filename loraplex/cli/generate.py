@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from loraplex.cli import answers, output, sampling
+from loraplex.cli import answers, output, sampling, spans
 from loraplex.cli.options import ROUTER, Json, Model, Router
 from loraplex.client import Client, Completion, Gatherer, Message, TextDelta
 from loraplex.errors import EmptyPrompt, InvalidRequest
@@ -26,6 +26,9 @@ def generate(
         str | None, typer.Option("--system", metavar="TEXT", help="A system message (not with --raw).")
     ] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Tell on stderr how it was served.")] = False,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Print on stderr where the time went: the request's spans as a tree.")
+    ] = False,
     timeout_s: Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=0.001, help="Deadline.")] = 600.0,
     max_tokens: sampling.MaxTokens = None,
     temperature: sampling.Temperature = 0.0,
@@ -67,6 +70,7 @@ def generate(
             messages=messages if chat else None,
             sampling=chosen,
             timeout_s=timeout_s,
+            trace=trace,
         )
         for event in events:
             watch.see(event)
@@ -82,6 +86,8 @@ def generate(
         _print_choices(completion)
     if stats and not as_json:
         answers.print_stats(completion, watch)
+    if trace and not as_json:
+        spans.print_spans(completion.spans)
 
 
 def _prompt(prompt: str | None) -> str:

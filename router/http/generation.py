@@ -16,6 +16,7 @@ from typing import Any, Final
 import structlog
 from starlette.types import Receive, Scope, Send
 
+from common import tracing
 from common.tenancy import DEFAULT_TENANT
 from loraplex.errors import DeadlineExceeded, LoraplexError
 from loraplex.metadata_keys import MIN_REVISION_KEY, REQUEST_ID_KEY
@@ -26,10 +27,12 @@ from router.forward import Job, WorkerStream
 from router.http.answers import DONE, Answer, Head, Total, finish_reason
 from router.http.errors import error_answer, error_object
 from router.http.facts import fact_headers, facts_object, fingerprint
+from router.http.traces import HttpTrace
 from router.http.translate import Plan
 from router.http.wire import ClientGone, header, parse_json, read_body, send_answer, until_client_leaves
 from router.inference import Inference, request_id_from
 from router.metrics import Observation
+from router.traces import describe_usage, name_request
 
 log = structlog.get_logger(__name__)
 
@@ -81,19 +84,27 @@ class GenerationEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
+        with HttpTrace(scope, send) as trace:
+            await self._answer_one(scope, receive, trace.send, trace)
+
+    async def _answer_one(self, scope: Scope, receive: Receive, send: Send, trace: HttpTrace) -> None:
         request_id = request_id_from(None)
         try:
             with self._inference.observed("http") as observation:
                 request_id = request_id_from(header(scope, REQUEST_ID_KEY))
                 plan = self._plan(parse_json(await read_body(receive, self._max_body_bytes)))
+                name_request(request_id, plan.model, trace.operation)
                 with self._inference.admitted(DEFAULT_TENANT, len(plan.requests)):
                     exchange = _Exchange(plan, request_id, header(scope, MIN_REVISION_KEY), observation, send)
                     await until_client_leaves(receive, self._serve(exchange))
-        except ClientGone:
+        except ClientGone as error:
+            trace.failed(error)
             log.debug("http.client_gone", request_id=request_id)
         except LoraplexError as error:
+            trace.failed(error)
             await send_answer(send, *error_answer(error, request_id))
         except Exception as error:
+            trace.failed(error)
             log.exception("http.unexpected", request_id=request_id, exc_info=error)
             opaque = LoraplexError("internal error; the server's log has the details")
             await send_answer(send, *error_answer(opaque, request_id))
@@ -120,6 +131,7 @@ class GenerationEndpoint:
         except TimeoutError:
             error = DeadlineExceeded("the request's time ran out")
             exchange.observation.failed(error)
+            tracing.mark(tracing.current(), error)
             if not exchange.has_started:
                 raise error from None
 
@@ -148,6 +160,7 @@ class GenerationEndpoint:
                 await exchange.send({"type": "http.response.body", "body": piece, "more_body": True})
         except LoraplexError as error:
             exchange.observation.failed(error)
+            tracing.mark(tracing.current(), error)
             log.warning("http.broken_stream", request_id=exchange.request_id, reason=error.reason, error=str(error))
             event = f"event: error\ndata: {json.dumps(error_object(error))}\n\n".encode()
             await exchange.send({"type": "http.response.body", "body": event, "more_body": True})
@@ -199,6 +212,7 @@ async def _pieces(
             case _:
                 pass
     observation.usage(total.prompt_tokens, total.completion_tokens)
+    describe_usage(total.prompt_tokens, total.completion_tokens)
     served = facts_object([facts[prompt] for prompt in sorted(facts)])
     end = answer.usage(total, served) if plan.include_usage else b""
     if last is not None:
@@ -226,6 +240,7 @@ async def _gather(plan: Plan, answer: Answer, streams: Sequence[WorkerStream], o
             case _:
                 pass
     observation.usage(total.prompt_tokens, total.completion_tokens)
+    describe_usage(total.prompt_tokens, total.completion_tokens)
     whole = [
         answer.choice(index, "".join(choice.texts), choice.positions, choice.reason)
         for index, choice in enumerate(choices)

@@ -15,12 +15,15 @@ import grpc
 import structlog
 from grpc import aio
 
+from common import tracing
 from common.rpc import open_channel
 from loraplex.errors import ArtifactNotFound, CorruptArtifact, LoraplexError, from_rpc_error
 from loraplex.registry.v1.adapter_pb2 import DownloadArtifactRequest, DownloadArtifactResponse
 from loraplex.registry.v1.adapter_pb2_grpc import AdapterServiceStub
 
 log = structlog.get_logger(__name__)
+
+_METHOD: Final = "loraplex.registry.v1.AdapterService/DownloadArtifact"
 
 _FINAL_CODES: Final = frozenset(
     {
@@ -95,13 +98,20 @@ class RegistrySource:
     @asynccontextmanager
     async def open(self, artifact_digest: str, offset: int) -> AsyncIterator[ArtifactStream]:
         """See `ArtifactSource`."""
-        call = self._stub.DownloadArtifact(DownloadArtifactRequest(artifact_digest=artifact_digest, offset=offset))
+        span = tracing.start_client(_METHOD, {"rpc.system.name": "grpc", "rpc.method": _METHOD})
+        call = self._stub.DownloadArtifact(
+            DownloadArtifactRequest(artifact_digest=artifact_digest, offset=offset), metadata=tracing.outgoing(span)
+        )
         try:
             first = await self._read(call, artifact_digest)
             if first is None or first.WhichOneof("part") != "info":
-                raise SourceInterrupted("the registry sent no artifact facts")
+                raise SourceInterrupted("the registry sent no artifact facts")  # noqa: TRY301
             yield ArtifactStream(first.info.size_bytes, self._chunks(call, artifact_digest))
+        except BaseException as error:
+            tracing.mark(span, error)
+            raise
         finally:
+            span.end()
             call.cancel()
 
     async def _chunks(

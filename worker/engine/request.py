@@ -42,6 +42,8 @@ class Request:
     # Set by `Scheduler.adapter_loaded`.
     adapter_load_s: float = 0.0
     """Seconds this request waited while its adapter was being loaded."""
+    adapter_ready_s: float = 0.0
+    """Seconds from its arrival until that load was done."""
 
     # Set by `admission`.
     passed_over_s: float | None = None
@@ -108,4 +110,5 @@ class Request:
             prefill_s=self.first_token_s - self.admitted_s,
             decode_s=now - self.first_token_s,
             adapter_on_device=self.adapter_on_device,
+            adapter_ready_s=self.adapter_ready_s,
         )

@@ -84,6 +84,7 @@ class Scheduler:
         for request in self._waiting_for(slot.file.artifact_digest):
             request.adapter_on_device = False
             request.adapter_load_s += now - max(slot.load_started_s, request.arrival_s)
+            request.adapter_ready_s = now - request.arrival_s
 
     def adapter_failed(self, slot_index: int, problem: refusal.Problem) -> list[Failure]:
         """Note that a load failed: the slot is free again and all requests that wait for the adapter fail."""

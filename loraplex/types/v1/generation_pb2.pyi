@@ -9,6 +9,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from loraplex.types.v1 import trace_pb2 as _trace_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -376,6 +377,7 @@ class Finished(_message.Message):
 
     USAGE_FIELD_NUMBER: _builtins.int
     FACTS_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def usage(self) -> Global___Usage:
         """What is charged."""
@@ -384,15 +386,20 @@ class Finished(_message.Message):
     def facts(self) -> Global___ServingFacts:
         """How it was served."""
 
+    @_builtins.property
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[_trace_pb2.Span]:
+        """Where its time went, for a request with metadata `x-loraplex-trace: 1`: at most 64 spans of each service."""
+
     def __init__(
         self,
         *,
         usage: Global___Usage | None = ...,
         facts: Global___ServingFacts | None = ...,
+        spans: _abc.Iterable[_trace_pb2.Span] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "spans", b"spans", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
