@@ -10,6 +10,7 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from typing import Final
 
 from loraplex.records import Worker
 from tools.compose_cluster import Cluster, Failed, until
-from tools.docker_engine import NoEngine, base_image, running_engine
+from tools.docker_engine import NoEngine, base_image, postgres_image, running_engine
 
 TREE: Final = Path(__file__).resolve().parent.parent
 SERVICES: Final = ("registry", "worker", "router")
@@ -137,6 +138,31 @@ def check_scaling(cluster: Cluster) -> None:
     check_serving(cluster)
 
 
+def check_postgres(cluster: Cluster, image: str) -> None:
+    """Fail unless the profile keeps what is registered in PostgreSQL: also over new containers of the whole cluster."""
+    cluster.environment["LORAPLEX_POSTGRES_IMAGE"] = image
+    profile = ("--env-file", "docker/postgres.env")
+    cluster.compose(*profile, "up", "--detach", "--no-build")
+    check_setup(cluster)
+    check_serving(cluster)
+    cluster.compose(*profile, "down")
+    cluster.compose(*profile, "up", "--detach", "--no-build", "registry", "router", "worker", "postgres")
+    count = (
+        "psql",
+        "--username",
+        "loraplex",
+        "--tuples-only",
+        "--no-align",
+        "--command",
+        "select count(*) from adapters",
+    )
+    rows = cluster.compose(*profile, "exec", "-T", "postgres", *count).strip()
+    check_serving(cluster)
+    if rows == "0":
+        raise Failed("PostgreSQL has no adapters although they are served")
+    say(f"with PostgreSQL: {rows} adapters in its tables, served again by new containers")
+
+
 @contextmanager
 def taken_down(cluster: Cluster) -> Iterator[None]:
     """Take the cluster down whatever happens; after a failure its logs are shown first."""
@@ -148,7 +174,9 @@ def taken_down(cluster: Cluster) -> Iterator[None]:
         raise
     finally:
         started_s = time.monotonic()
+        cluster.environment["COMPOSE_PROFILES"] = "postgres"
         cluster.compose("down", "--volumes", "--remove-orphans", check=False)
+        del cluster.environment["COMPOSE_PROFILES"]
         say(f"taken down in {time.monotonic() - started_s:.1f} s")
 
 
@@ -179,6 +207,13 @@ def run(work: Path) -> None:
             check_serving(cluster)
             check_killed_worker(cluster)
             check_scaling(cluster)
+        try:
+            postgres = postgres_image(environment, image, clone / "tools" / "postgres_stand_in")
+        except NoEngine as error:
+            say(f"the profile with PostgreSQL was NOT tested: {error}")
+            return
+        with taken_down(cluster):
+            check_postgres(cluster, postgres)
 
 
 def main() -> int:
@@ -186,6 +221,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--work", type=Path, help="folder for the clone and an engine's data, kept afterwards")
     work: Path | None = parser.parse_args().work
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(1))  # so that whatever was started is ended
     if work is not None:
         work.mkdir(parents=True, exist_ok=True)
     try:

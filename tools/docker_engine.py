@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Final
 
 PYTHON_IMAGE: Final = "python:3.11-slim-bookworm"
+POSTGRES_IMAGE: Final = "postgres:16-bookworm"
 _STAND_IN: Final = "loraplex-test/python:bookworm"
+_POSTGRES_STAND_IN: Final = "loraplex-test/postgres:bookworm"
 _PACKAGES: Final = "python3,python3-venv,python3-pip,ca-certificates"
 _CERTIFICATES: Final = Path("/etc/ssl/certs/ca-certificates.crt")
 _START_S: Final = 60.0
@@ -81,29 +83,51 @@ def running_engine(folder: Path) -> Iterator[dict[str, str]]:
 
 def base_image(environment: Mapping[str, str], folder: Path) -> str:
     """Return the image to build from: Python's own, or a stand-in where it cannot be pulled. Raises NoEngine."""
-    for image in (PYTHON_IMAGE, _STAND_IN):
-        known = subprocess.run(["docker", "image", "inspect", image], env=environment, capture_output=True, check=False)
-        if known.returncode == 0:
-            return image
-    try:
-        subprocess.run(
-            ["docker", "pull", "--quiet", PYTHON_IMAGE],
-            env=environment,
-            capture_output=True,
-            timeout=_PULL_S,
-            check=True,
-        )
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+    if _has(environment, PYTHON_IMAGE) or _pull(environment, PYTHON_IMAGE):
+        return PYTHON_IMAGE
+    if not _has(environment, _STAND_IN):
         print(f"{PYTHON_IMAGE} cannot be pulled; making a stand-in with debootstrap", flush=True)
-        if shutil.which("debootstrap") is None or os.geteuid() != 0:
-            raise NoEngine(
-                f"{PYTHON_IMAGE} cannot be pulled, and debootstrap, or root to run it, is missing"
-            ) from error
-        return _make_stand_in(environment, folder / "root")
-    return PYTHON_IMAGE
+        _make_stand_in(environment, folder / "root")
+    return _STAND_IN
 
 
-def _make_stand_in(environment: Mapping[str, str], root: Path) -> str:
+def postgres_image(environment: Mapping[str, str], python_image: str, recipe: Path) -> str:
+    """Return the image of PostgreSQL: its own, or a stand-in that the Dockerfile in `recipe` makes of `python_image`.
+
+    Raises NoEngine where neither can be had.
+    """
+    if _has(environment, POSTGRES_IMAGE) or _pull(environment, POSTGRES_IMAGE):
+        return POSTGRES_IMAGE
+    command = ["docker", "build", "--quiet", "--network", "host", "--build-arg", f"PYTHON_IMAGE={python_image}"]
+    built = subprocess.run(
+        [*command, "--tag", _POSTGRES_STAND_IN, str(recipe)],
+        env={**environment, "DOCKER_BUILDKIT": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if built.returncode != 0:
+        raise NoEngine(f"{POSTGRES_IMAGE} can neither be pulled nor replaced: {built.stderr.strip()[-500:]}")
+    return _POSTGRES_STAND_IN
+
+
+def _has(environment: Mapping[str, str], image: str) -> bool:
+    looked = subprocess.run(["docker", "image", "inspect", image], env=environment, capture_output=True, check=False)
+    return looked.returncode == 0
+
+
+def _pull(environment: Mapping[str, str], image: str) -> bool:
+    command = ["docker", "pull", "--quiet", image]
+    try:
+        subprocess.run(command, env=environment, capture_output=True, timeout=_PULL_S, check=True)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
+        return False
+    return True
+
+
+def _make_stand_in(environment: Mapping[str, str], root: Path) -> None:
+    if shutil.which("debootstrap") is None or os.geteuid() != 0:
+        raise NoEngine(f"{PYTHON_IMAGE} cannot be pulled, and debootstrap, or root to run it, is missing")
     command = ["debootstrap", "--variant=minbase", f"--include={_PACKAGES}", "bookworm", str(root)]
     made = subprocess.run(command, capture_output=True, text=True, timeout=_DEBOOTSTRAP_S, check=False)
     if made.returncode != 0:
@@ -119,4 +143,3 @@ def _make_stand_in(environment: Mapping[str, str], root: Path) -> str:
             check=True,
         )
     shutil.rmtree(root)
-    return _STAND_IN
