@@ -4,29 +4,35 @@
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
 # --- dependencies, one virtual environment per service -----------------------------------------------------------------
+# What each needs is read off first, so that only a change of that changes what follows, not any change of pyproject.toml.
+FROM ${PYTHON_IMAGE} AS requirements
+WORKDIR /requirements
+COPY pyproject.toml docker/requirements.py ./
+RUN set -e; for extra in common registry router worker; do python3 requirements.py "$extra" > "$extra.txt"; done
+
 FROM ${PYTHON_IMAGE} AS dependencies
 # More options for pip, e.g. another index; wheels in docker/wheels are preferred where their versions fit.
 ARG PIP_ARGS=""
 WORKDIR /build
-COPY pyproject.toml constraints.txt docker/requirements.py ./
+COPY constraints.txt ./
 COPY docker/wheels/ wheels/
+COPY --from=requirements /requirements/common.txt ./
 # Wheels only: nothing is compiled, so no compiler is needed here either. PIP_ARGS is split into words on purpose.
 # hadolint ignore=SC2086
 RUN python3 -m venv --without-pip /opt/loraplex \
-    && python3 requirements.py common > common.txt \
     && python3 -m pip --python /opt/loraplex/bin/python install --no-cache-dir --only-binary :all: \
         --constraint constraints.txt --find-links wheels ${PIP_ARGS} --requirement common.txt
 
 FROM dependencies AS registry-dependencies
+COPY --from=requirements /requirements/registry.txt ./
 # hadolint ignore=SC2086
-RUN python3 requirements.py registry > registry.txt \
-    && python3 -m pip --python /opt/loraplex/bin/python install --no-cache-dir --only-binary :all: \
+RUN python3 -m pip --python /opt/loraplex/bin/python install --no-cache-dir --only-binary :all: \
         --constraint constraints.txt --find-links wheels ${PIP_ARGS} --requirement registry.txt
 
 FROM dependencies AS router-dependencies
+COPY --from=requirements /requirements/router.txt ./
 # hadolint ignore=SC2086
-RUN python3 requirements.py router > router.txt \
-    && python3 -m pip --python /opt/loraplex/bin/python install --no-cache-dir --only-binary :all: \
+RUN python3 -m pip --python /opt/loraplex/bin/python install --no-cache-dir --only-binary :all: \
         --constraint constraints.txt --find-links wheels ${PIP_ARGS} --requirement router.txt
 
 # --- what the images share ---------------------------------------------------------------------------------------------
@@ -77,9 +83,9 @@ FROM dependencies AS worker-dependencies
 # hadolint ignore=SC2086
 RUN python3 -m pip --python /opt/loraplex/bin/python install --no-cache-dir --only-binary :all: \
         --constraint constraints.txt --find-links wheels ${PIP_ARGS} torch
+COPY --from=requirements /requirements/worker.txt ./
 # hadolint ignore=SC2086
-RUN python3 requirements.py worker > worker.txt \
-    && python3 -m pip --python /opt/loraplex/bin/python install --no-cache-dir --only-binary :all: \
+RUN python3 -m pip --python /opt/loraplex/bin/python install --no-cache-dir --only-binary :all: \
         --constraint constraints.txt --find-links wheels ${PIP_ARGS} --requirement worker.txt
 
 FROM runtime AS worker
