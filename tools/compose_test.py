@@ -83,6 +83,9 @@ def check_rebuild(cluster: Cluster) -> None:
 
 def check_serving(cluster: Cluster) -> None:
     """Fail unless the README's request is answered with what its adapter is for."""
+    (router,) = cluster.containers("router")
+    health = "{{.State.Health.Status}}"
+    until("the router is healthy", START_S, lambda: cluster.inspect(router, health) == "healthy" or None)
     text = cluster.ask()
     if "SELECT" not in text:
         raise Failed(f"text-to-sql answered {text!r}")
