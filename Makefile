@@ -10,12 +10,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH := $(shell grep -E '^torch==' constraints.txt)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-SOURCES := loraplex common registry router worker tools bench examples tests
+SOURCES := loraplex common registry router worker tools docker bench examples tests
 
-.PHONY: help setup demo up test lint format proto docs bench clean
+.PHONY: help setup demo up test compose-test lint format proto docs bench clean
 
 help: ## Show this help.
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 14
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "No Python found: install Python 3.11 or 3.12, or say make PYTHON=/path/to/python3.11"; exit 1; }
@@ -46,7 +46,10 @@ up: $(VENV)/.runtime ## Run a local cluster with the example adapters until Ctrl
 test: $(VENV)/.dev ## Install and run every test.
 	@$(BIN)/python -m pytest
 
-lint: $(VENV)/.dev ## Check style, types, import rules, dependencies, protos, stubs and docs.
+compose-test: $(VENV)/.runtime ## Build the images, run the compose cluster, kill and scale it, where a Docker engine can be had.
+	@$(BIN)/python -m tools.compose_test
+
+lint: $(VENV)/.dev ## Check style, types, import rules, dependencies, protos, stubs, docs and deployment files.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(SOURCES)
@@ -55,6 +58,7 @@ lint: $(VENV)/.dev ## Check style, types, import rules, dependencies, protos, st
 	cd protos && ../$(BIN)/buf lint && ../$(BIN)/buf format --diff --exit-code
 	$(BIN)/python -m tools.generate_protos --check
 	$(BIN)/python -m tools.document_settings --check
+	$(BIN)/python -m tools.check_deployment
 	@tag=$$(git describe --tags --abbrev=0 2>/dev/null || true); if [ -n "$$tag" ]; then \
 		$(BIN)/buf breaking protos --against ".git#tag=$$tag,subdir=protos" || echo "(breaking changes since $$tag: advisory until 1.0)"; \
 	else echo "buf breaking: no tag yet to compare with"; fi

@@ -11,6 +11,7 @@ from common.rpc import Server
 from loraplex.registry.v1 import adapter_pb2, adapter_pb2_grpc, base_model_pb2, base_model_pb2_grpc
 from registry.artifacts import ArtifactFolder
 from registry.database import migrate, open_engine
+from registry.database_wait import wait_for_database
 from registry.head_follower import follow_head
 from registry.head_signal import HeadSignal
 from registry.service.adapters import Adapters
@@ -36,6 +37,7 @@ async def serve(settings: RegistrySettings, stopping: asyncio.Event, on_listenin
         await asyncio.to_thread(artifacts.open)
         engine = open_engine(settings.url)
         try:
+            await wait_for_database(engine, settings.database_wait_s)
             await migrate(engine)
             signal = HeadSignal()
             store = Store(engine, keep_changes=settings.keep_changes, on_commit=signal.advance)

@@ -23,6 +23,9 @@ class RegistrySettings(ServiceSettings):
     database_url: str | None = Field(
         None, description="sqlite:///PATH or postgresql://USER@HOST/NAME; by default SQLite in the state folder"
     )
+    database_wait_s: Annotated[float, Field(ge=0)] = Field(
+        30.0, description="seconds a database server that is away at start is waited for"
+    )
     max_upload_bytes: Annotated[int, Field(ge=2**10)] = Field(2**30, description="largest upload accepted, in bytes")
     max_concurrent_uploads: Annotated[int, Field(ge=1)] = Field(8, description="uploads received at a time; more wait")
     upload_idle_timeout_s: Annotated[float, Field(gt=0)] = Field(60.0, description="seconds an upload may be silent")

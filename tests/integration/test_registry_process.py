@@ -113,7 +113,8 @@ async def test_a_database_that_cannot_be_used_is_told(tmp_path):
 
 
 async def test_a_database_server_that_is_away_is_told_without_its_password(tmp_path):
-    message = await refused_start(tmp_path / "state", database_url="postgresql://me:secret@127.0.0.1:1/x")
+    url = "postgresql://me:secret@127.0.0.1:1/x"
+    message = await refused_start(tmp_path / "state", database_url=url, database_wait_s=0.3)
     assert "cannot be used" in message
     assert "secret" not in message
 
