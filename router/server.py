@@ -69,7 +69,7 @@ class Router:
             ],
             outer=[CallInterceptor(CallMetrics(self.metrics.registry), self._activity)],
         )
-        admin = Admin(self.why_not_ready, self.metrics.read, lambda: held_by(self._activity))
+        admin = Admin(self.why_not_ready, self.metrics.read, self._resources)
         app = make_app(self.inference, self.catalog, admin, self._activity, max_body_bytes=settings.max_body_bytes)
         self._http = HttpServer(app, stop_timeout_s=_CUT_S)
         self.grpc_port = 0
@@ -78,6 +78,14 @@ class Router:
     def why_not_ready(self) -> str | None:
         """Return why requests are not taken now, or None."""
         return "shutting down" if self._is_stopping else self.catalog.why_not_ready()
+
+    def _resources(self) -> dict[str, int]:
+        """Return what is held for requests, as each owner counts it."""
+        return {
+            "admitted_requests": self.inference.in_flight,
+            "worker_requests": self.fleet.num_flights,
+            **held_by(self._activity),
+        }
 
     async def run(self, stop: asyncio.Event, on_bound: Callable[[], None] = lambda: None) -> None:
         """Serve until `stop` is set, then drain. Raises FailedPrecondition where a port cannot be had.
