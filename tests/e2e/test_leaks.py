@@ -22,7 +22,7 @@ HTTP_EVERY: Final = 4  # the others go over gRPC
 SETTLE_S: Final = 5.0
 LONGEST_S: Final = 1.0  # a stream to be left is left at the latest then, whether it has begun or still waits
 TOKENS: Final = 32
-TOKENS_OF_THE_LEFT: Final = 400  # so many that finishing them instead of stopping would show
+LEFT_TOKENS, LEFT_CHOICES = 400, 2  # of a stream that is left: so many that finishing them instead would show
 ZERO: Final = {
     "registry": ("streams", "tasks"),
     "router": ("streams", "tasks", "admitted_requests", "worker_requests"),
@@ -67,18 +67,18 @@ async def resources(cluster: LocalCluster) -> AsyncIterator[Resources]:
         yield resources
 
 
-async def over_grpc(client: AsyncClient, model: str, max_tokens: int) -> int:
+async def over_grpc(client: AsyncClient, model: str, max_tokens: int, choices: int) -> int:
     gatherer = Gatherer()
-    sampling = Sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    sampling = Sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, n=choices)
     async for event in client.generate(model, messages=[Message("user", "How?")], sampling=sampling, timeout_s=60):
         gatherer.add(event)
     return len(gatherer.completion().choices[0].token_ids)
 
 
-async def over_http(http: httpx2.AsyncClient, model: str, max_tokens: int) -> int:
+async def over_http(http: httpx2.AsyncClient, model: str, max_tokens: int, choices: int) -> int:
     body = {
         "model": model, "messages": [{"role": "user", "content": "How?"}], "max_tokens": max_tokens,
-        "temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+        "n": choices, "temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
     lines: list[str] = []
     async with http.stream("POST", "/v1/chat/completions", json=body) as answer:
@@ -97,8 +97,8 @@ async def storm(client: AsyncClient, http: httpx2.AsyncClient, models: list[str]
     left = set(rng.sample(range(STREAMS), STREAMS // 2))
 
     def ask(index: int) -> asyncio.Task[int]:
-        model, max_tokens = rng.choice(models), TOKENS_OF_THE_LEFT if index in left else TOKENS
-        over_which = over_grpc(client, model, max_tokens) if index % HTTP_EVERY else over_http(http, model, max_tokens)
+        model, size = rng.choice(models), (LEFT_TOKENS, LEFT_CHOICES) if index in left else (TOKENS, 1)
+        over_which = over_grpc(client, model, *size) if index % HTTP_EVERY else over_http(http, model, *size)
         return asyncio.create_task(over_which)
 
     asked = [ask(index) for index in range(STREAMS)]
