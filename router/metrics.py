@@ -8,7 +8,7 @@ from typing import Final
 from prometheus_client import Counter, Gauge, Histogram
 
 from common.metrics import new_registry, render
-from loraplex.errors import LoraplexError
+from loraplex.errors import Cancelled, LoraplexError
 from router.catalog import Catalog
 from router.fleet import Fleet
 from router.placement import State
@@ -35,7 +35,9 @@ class Observation:
         self._metrics.tokens.labels("completion").inc(completion_tokens)
 
     def failed(self, error: LoraplexError) -> None:
-        """Note that the request ended with an error."""
+        """Note that the request ended with an error; the client's leaving is one on the HTTP front."""
+        if isinstance(error, Cancelled):
+            self.cancelled()
         self._outcome = self._outcome or ("error", error.reason)
 
     def cancelled(self) -> None:
