@@ -69,6 +69,28 @@ class ServiceSettings(BaseSettings):
         return self
 
 
+class AdminSettings(ServiceSettings):
+    """What a service with an admin port of its own can be told besides; subclasses set `admin_port`'s default."""
+
+    admin_host: str | None = Field(None, description="address of the admin port (default: --host)")
+    admin_port: Port = Field(0, description="HTTP port for probes, metrics and /debug/resources; 0 takes a free one")
+
+    @property
+    def admin_address(self) -> str:
+        """The address the admin port is on."""
+        return self.host if self.admin_host is None else self.admin_host
+
+    @model_validator(mode="after")
+    def _admin_loopback_or_insecure(self) -> Self:
+        # An address that others can reach was judged where it is --host's too.
+        if not self.insecure and is_loopback(self.host) and not is_loopback(self.admin_address):
+            raise ValueError(
+                f"admin-host {self.admin_address} is reachable by others and the admin port neither encrypts nor "
+                "authenticates; use 127.0.0.1, or say --insecure where the network itself is trusted"
+            )
+        return self
+
+
 S = TypeVar("S", bound=ServiceSettings)
 
 

@@ -148,8 +148,13 @@ class Server:
         self,
         register: Iterable[Callable[[aio.Server], None]],
         services: Sequence[ServiceDescriptor],
+        *,
+        outer: Sequence[aio.ServerInterceptor] = (),
     ) -> None:
-        self._server = aio.server(interceptors=[ErrorInterceptor(), TraceInterceptor()], options=list(_SERVER_OPTIONS))
+        """`outer` interceptors are around the error mapping, the first outermost."""
+        self._server = aio.server(
+            interceptors=[*outer, ErrorInterceptor(), TraceInterceptor()], options=list(_SERVER_OPTIONS)
+        )
         self._names = ["", *(service.full_name for service in services)]
         for add in register:
             add(self._server)

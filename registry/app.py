@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 from collections.abc import Callable
 
 import structlog
+from sqlalchemy.ext.asyncio import AsyncEngine
 
+from common.activity import Activity
+from common.admin import Admin, bind_admin, held_by, serving_admin
+from common.call_interceptor import CallInterceptor
 from common.rpc import Server
 from loraplex.registry.v1 import adapter_pb2, adapter_pb2_grpc, base_model_pb2, base_model_pb2_grpc
 from registry.artifacts import ArtifactFolder
@@ -14,6 +20,7 @@ from registry.database import migrate, open_engine
 from registry.database_wait import wait_for_database
 from registry.head_follower import follow_head
 from registry.head_signal import HeadSignal
+from registry.metrics import Metrics
 from registry.service.adapters import Adapters
 from registry.service.base_models import BaseModels
 from registry.service.garbage import collect
@@ -26,47 +33,77 @@ from registry.store import Store
 log = structlog.get_logger(__name__)
 
 
+class _Readiness:
+    """Why the registry does not take requests now, or None. The admin port asks from the first moment on."""
+
+    def __init__(self) -> None:
+        self.why_not: str | None = "starting: the state folder and the database are being opened"
+
+    def __call__(self) -> str | None:
+        return self.why_not
+
+
 async def serve(settings: RegistrySettings, stopping: asyncio.Event, on_listening: Callable[[int], None]) -> None:
     """Run until `stopping` is set; `on_listening` is told the port once requests are taken.
 
-    Raises FailedPrecondition where the state folder is held by another process, the database cannot be used or the
+    Raises FailedPrecondition where the state folder is held by another process, the database cannot be used or a
     port is taken.
     """
-    with hold_state(settings.state_dir):
+    with (
+        contextlib.closing(bind_admin(settings.admin_address, settings.admin_port)) as admin_listener,
+        hold_state(settings.state_dir),
+    ):
         artifacts = ArtifactFolder(settings.state_dir)
         await asyncio.to_thread(artifacts.open)
         engine = open_engine(settings.url)
         try:
-            await wait_for_database(engine, settings.database_wait_s)
-            await migrate(engine)
-            signal = HeadSignal()
-            store = Store(engine, keep_changes=settings.keep_changes, on_commit=signal.advance)
-            await collect(store, artifacts, set(await asyncio.to_thread(lambda: list(artifacts.digests()))))
-            uploads = Uploads(store, artifacts, settings)
-            watches = Watches(store, signal, heartbeat_s=settings.heartbeat_s)
-            adapters, base_models = Adapters(store, artifacts, uploads, watches), BaseModels(store)
-            server = Server(
-                [
-                    lambda grpc_server: adapter_pb2_grpc.add_AdapterServiceServicer_to_server(adapters, grpc_server),
-                    lambda grpc_server: base_model_pb2_grpc.add_BaseModelServiceServicer_to_server(
-                        base_models, grpc_server
-                    ),
-                ],
-                [
-                    adapter_pb2.DESCRIPTOR.services_by_name["AdapterService"],
-                    base_model_pb2.DESCRIPTOR.services_by_name["BaseModelService"],
-                ],
-            )
-            port = await server.start(settings.host, settings.port)
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(follow_head(store, signal, settings.url))
-                await server.set_serving(serving=True)
-                on_listening(port)
-                await stopping.wait()
-                log.info("registry.draining")
-                await server.set_serving(serving=False)
-                signal.close()  # ends the watches and the follower; an open stream would hold the server
-                await server.stop(settings.drain_timeout_s)
-                await uploads.close()
+            await _serve(settings, artifacts, engine, admin_listener, stopping, on_listening)
         finally:
             await engine.dispose()
+
+
+async def _serve(
+    settings: RegistrySettings,
+    artifacts: ArtifactFolder,
+    engine: AsyncEngine,
+    admin_listener: socket.socket,
+    stopping: asyncio.Event,
+    on_listening: Callable[[int], None],
+) -> None:
+    activity, readiness, signal = Activity(), _Readiness(), HeadSignal()
+    store = Store(engine, keep_changes=settings.keep_changes, on_commit=signal.advance)
+    metrics = Metrics(store, signal)
+    admin = Admin(readiness, metrics.read, lambda: held_by(activity))
+    async with serving_admin(admin_listener, admin):
+        await wait_for_database(engine, settings.database_wait_s)
+        await migrate(engine)
+        await collect(store, artifacts, set(await asyncio.to_thread(lambda: list(artifacts.digests()))))
+        uploads = Uploads(store, artifacts, settings)
+        watches = Watches(store, signal, heartbeat_s=settings.heartbeat_s)
+        adapters, base_models = Adapters(store, artifacts, uploads, watches), BaseModels(store)
+        server = Server(
+            [
+                lambda grpc_server: adapter_pb2_grpc.add_AdapterServiceServicer_to_server(adapters, grpc_server),
+                lambda grpc_server: base_model_pb2_grpc.add_BaseModelServiceServicer_to_server(
+                    base_models, grpc_server
+                ),
+            ],
+            [
+                adapter_pb2.DESCRIPTOR.services_by_name["AdapterService"],
+                base_model_pb2.DESCRIPTOR.services_by_name["BaseModelService"],
+            ],
+            outer=[CallInterceptor(metrics.calls, activity)],
+        )
+        port = await server.start(settings.host, settings.port)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(follow_head(store, signal, settings.url))
+            await server.set_serving(serving=True)
+            readiness.why_not = None
+            on_listening(port)
+            await stopping.wait()
+            log.info("registry.draining")
+            readiness.why_not = "shutting down"
+            await server.set_serving(serving=False)
+            signal.close()  # ends the watches and the follower; an open stream would hold the server
+            await server.stop(settings.drain_timeout_s)
+            await uploads.close()

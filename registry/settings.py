@@ -9,16 +9,17 @@ import sqlalchemy as sa
 from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
-from common.config import Port, ServiceSettings
+from common.config import AdminSettings, Port
 from registry.database import parse_url
 
 
-class RegistrySettings(ServiceSettings):
+class RegistrySettings(AdminSettings):
     """Settings of the registry process."""
 
     model_config = SettingsConfigDict(env_prefix="LORAPLEX_REGISTRY_")
 
     port: Port = Field(50051, description="port of the gRPC server; 0 takes a free one")
+    admin_port: Port = Field(9051, description="HTTP port for probes, metrics and /debug/resources; 0 takes a free one")
     state_dir: Path = Field(..., description="folder for the database, artifacts and uploads; one process at a time")
     database_url: str | None = Field(
         None, description="sqlite:///PATH or postgresql://USER@HOST/NAME; by default SQLite in the state folder"

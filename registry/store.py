@@ -44,6 +44,17 @@ class Snapshot:
     entries: tuple[Entry, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """How much is stored."""
+
+    num_base_models: int
+    num_adapters: int
+    num_versions: int
+    artifact_bytes: int
+    """Of all artifacts that a version names, each once."""
+
+
 class Reader:
     """Reads on one connection, all in one snapshot."""
 
@@ -90,6 +101,18 @@ class Reader:
         """Return the logged transactions after a revision, oldest first."""
         query = sa.select(CHANGES).where(CHANGES.c.revision > after).order_by(CHANGES.c.revision).limit(limit)
         return [Change(row.revision, decode_entries(row.payload)) for row in await self._connection.execute(query)]
+
+    async def totals(self) -> Totals:
+        """Return how much is stored."""
+        artifacts = sa.select(VERSIONS.c.artifact_digest, VERSIONS.c.artifact_bytes).distinct().subquery()
+        counts = sa.select(
+            *(
+                sa.select(sa.func.count()).select_from(table).scalar_subquery()
+                for table in (BASE_MODELS, ADAPTERS, VERSIONS)
+            ),
+            sa.select(sa.func.coalesce(sa.func.sum(artifacts.c.artifact_bytes), 0)).scalar_subquery(),
+        )
+        return Totals(*(int(count) for count in (await self._connection.execute(counts)).one()))
 
     async def referenced(self, artifact_digests: Collection[str]) -> set[str]:
         """Return those of the digests that some version names."""

@@ -76,6 +76,11 @@ class Fleet:
             views.append(view)
         return tuple(views)
 
+    @property
+    def num_flights(self) -> int:
+        """Requests that this router has at workers now."""
+        return sum(link.num_flights for link in self._links.values())
+
     def begin(self, address: str, prompt_tokens: int, artifact_digest: str) -> Flight:
         """Note that a request goes to the worker at `address`, which a view named in this turn of the loop."""
         return self._links[address].begin(prompt_tokens, artifact_digest)

@@ -148,6 +148,11 @@ class Link:
             flight for flight in self._uncounted if flight.counted_from is None or flight.counted_from > sequence
         }
 
+    @property
+    def num_flights(self) -> int:
+        """Requests that this router has there now."""
+        return len(self._flights)
+
     def land(self, flight: Flight) -> None:
         """Forget a flight."""
         self._flights.discard(flight)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import Counter, Gauge, Histogram
 
-from loraplex.errors import LoraplexError
+from common.metrics import new_registry, render
+from loraplex.errors import Cancelled, LoraplexError
 from router.catalog import Catalog
 from router.fleet import Fleet
 from router.placement import State
@@ -22,7 +23,7 @@ class Observation:
         self._metrics = metrics
         self._front = front
         self._begin_s = time.perf_counter()
-        self._outcome: str | None = None
+        self._outcome: tuple[str, str] | None = None
 
     def first_event(self) -> None:
         """Note that the worker's first event is there."""
@@ -34,16 +35,18 @@ class Observation:
         self._metrics.tokens.labels("completion").inc(completion_tokens)
 
     def failed(self, error: LoraplexError) -> None:
-        """Note that the request ended with an error."""
-        self._outcome = self._outcome or error.reason
+        """Note that the request ended with an error; the client's leaving is one on the HTTP front."""
+        if isinstance(error, Cancelled):
+            self.cancelled()
+        self._outcome = self._outcome or ("error", error.reason)
 
     def cancelled(self) -> None:
         """Note that the client went away."""
-        self._outcome = self._outcome or "CANCELLED"
+        self._outcome = self._outcome or ("cancelled", "")
 
     def end(self) -> None:
-        """Record the outcome: OK where none was told."""
-        self._metrics.requests.labels(self._front, self._outcome or "OK").inc()
+        """Record the outcome: ok where none was told."""
+        self._metrics.requests.labels(self._front, *(self._outcome or ("ok", ""))).inc()
         self._metrics.request_s.labels(self._front).observe(time.perf_counter() - self._begin_s)
 
 
@@ -53,35 +56,36 @@ class Metrics:
     def __init__(self, catalog: Catalog, fleet: Fleet) -> None:
         self._catalog = catalog
         self._fleet = fleet
-        # A time stamp per series says nothing about requests.
-        disable_created_metrics()  # type: ignore[no-untyped-call]
-        self._registry = CollectorRegistry()
+        self.registry = new_registry()
         self.requests = Counter(
-            "loraplex_router_requests", "Requests ended, by outcome", ("front", "outcome"), registry=self._registry
+            "loraplex_router_requests",
+            "Requests ended, by outcome (ok, cancelled, error) and an error's reason",
+            ("front", "outcome", "reason"),
+            registry=self.registry,
         )
         self.request_s = Histogram(
             "loraplex_router_request_seconds",
             "Time from arrival to the last event",
             ("front",),
             buckets=_SECONDS,
-            registry=self._registry,
+            registry=self.registry,
         )
         self.first_event_s = Histogram(
-            "loraplex_router_first_event_seconds",
+            "loraplex_router_time_to_first_token_seconds",
             "Time from arrival to the worker's first event",
             ("front",),
             buckets=_SECONDS,
-            registry=self._registry,
+            registry=self.registry,
         )
         self.tokens = Counter(
-            "loraplex_router_tokens", "Tokens of answered requests", ("kind",), registry=self._registry
+            "loraplex_router_tokens", "Tokens of answered requests", ("kind",), registry=self.registry
         )
         self.retries = Counter(
-            "loraplex_router_retries", "Requests tried on a second worker", ("reason",), registry=self._registry
+            "loraplex_router_retries", "Requests tried on a second worker", ("reason",), registry=self.registry
         )
-        self.in_flight = Gauge("loraplex_router_requests_in_flight", "Requests in flight", registry=self._registry)
-        self._revision = Gauge("loraplex_router_catalog_revision", "Revision of the catalog", registry=self._registry)
-        self._workers = Gauge("loraplex_router_workers", "Known workers by state", ("state",), registry=self._registry)
+        self.in_flight = Gauge("loraplex_router_requests_in_flight", "Requests in flight", registry=self.registry)
+        self._revision = Gauge("loraplex_router_catalog_revision", "Revision of the catalog", registry=self.registry)
+        self._workers = Gauge("loraplex_router_workers", "Known workers by state", ("state",), registry=self.registry)
 
     def retried(self, reason: str) -> None:
         """Count a request that goes to a second worker because of `reason`."""
@@ -93,4 +97,8 @@ class Metrics:
         states = [view.state for view in self._fleet.views()]
         for state in State:
             self._workers.labels(state.value).set(states.count(state))
-        return generate_latest(self._registry)
+        return render(self.registry)
+
+    async def read(self) -> bytes:
+        """Return the same, for the admin routes."""
+        return self.render()

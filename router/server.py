@@ -9,6 +9,10 @@ from typing import Final
 
 import structlog
 
+from common.activity import Activity
+from common.admin import Admin, held_by
+from common.call_interceptor import CallInterceptor, CallMetrics
+from common.http_server import HttpServer, bind
 from common.rpc import Server
 from loraplex.router.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc, models_pb2, models_pb2_grpc
 from router.catalog import Catalog
@@ -18,7 +22,6 @@ from router.discovery import parse_workers
 from router.fleet import Fleet
 from router.forward import Forwarder
 from router.http.app import make_app
-from router.http.server import HttpServer, bind
 from router.inference import Inference
 from router.metrics import Metrics
 from router.quota import Limits
@@ -40,6 +43,7 @@ class Router:
         self.catalog = Catalog(settings.registry)
         self.fleet = Fleet(parse_workers(settings.workers))
         self.metrics = Metrics(self.catalog, self.fleet)
+        self._activity = Activity()
         self.inference = Inference(
             self.catalog,
             Forwarder(self.fleet, on_retry=self.metrics.retried),
@@ -63,10 +67,10 @@ class Router:
                 models_pb2.DESCRIPTOR.services_by_name["ModelService"],
                 fleet_pb2.DESCRIPTOR.services_by_name["FleetService"],
             ],
+            outer=[CallInterceptor(CallMetrics(self.metrics.registry), self._activity)],
         )
-        app = make_app(
-            self.inference, self.catalog, self.metrics, self.why_not_ready, max_body_bytes=settings.max_body_bytes
-        )
+        admin = Admin(self.why_not_ready, self.metrics.read, self._resources)
+        app = make_app(self.inference, self.catalog, admin, self._activity, max_body_bytes=settings.max_body_bytes)
         self._http = HttpServer(app, stop_timeout_s=_CUT_S)
         self.grpc_port = 0
         self.http_port = 0
@@ -75,13 +79,21 @@ class Router:
         """Return why requests are not taken now, or None."""
         return "shutting down" if self._is_stopping else self.catalog.why_not_ready()
 
+    def _resources(self) -> dict[str, int]:
+        """Return what is held for requests, as each owner counts it."""
+        return {
+            "admitted_requests": self.inference.in_flight,
+            "worker_requests": self.fleet.num_flights,
+            **held_by(self._activity),
+        }
+
     async def run(self, stop: asyncio.Event, on_bound: Callable[[], None] = lambda: None) -> None:
         """Serve until `stop` is set, then drain. Raises FailedPrecondition where a port cannot be had.
 
         `on_bound` is called once both ports are known; the router is ready when health and /readyz say so.
         """
         settings = self._settings
-        with contextlib.closing(bind(settings.host, settings.http_port)) as listener:
+        with contextlib.closing(bind(settings.host, settings.http_port, "--http-port")) as listener:
             self.http_port = listener.getsockname()[1]
             self.grpc_port = await self._grpc.start(settings.host, settings.port)
             try:

@@ -7,12 +7,16 @@ crashed engine is restarted.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 import structlog
 
+from common.activity import Activity
+from common.admin import Admin, bind_admin, held_by, serving_admin
+from common.call_interceptor import CallInterceptor
 from common.rpc import Server
 from loraplex.manifest import read_manifest
 from loraplex.worker.v1 import worker_pb2
@@ -22,6 +26,7 @@ from worker.adapters.store import AdapterStore
 from worker.admission import Admission
 from worker.engine_client import EngineClient, EnginePatience, EngineState
 from worker.generation import StreamLimits
+from worker.metrics import Metrics, Snapshot
 from worker.service import Parts, ServedBase, WorkerService
 from worker.settings import WorkerSettings
 from worker.status import State, StatusBoard, WorkerStatus, assemble, merge_adapters
@@ -69,6 +74,8 @@ class WorkerApp:
             on_change=self._changed,
             is_on_device=self._is_on_device,
         )
+        self._activity = Activity()
+        self._metrics = Metrics(self._snapshot)
         self._service = WorkerService(
             Parts(
                 worker_id=settings.worker_id,
@@ -77,15 +84,24 @@ class WorkerApp:
                 store=self._store,
                 board=self._board,
                 limits=limits or StreamLimits(stall_timeout_s=settings.stream_stall_s),
+                metrics=self._metrics,
             )
         )
-        self._server = Server([self._register], [_SERVICE])
+        calls = CallInterceptor(self._metrics.calls, self._activity)
+        self._server = Server([self._register], [_SERVICE], outer=[calls])
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop`, then drain.
 
         Raises FailedPrecondition (port or cache folder taken), InvalidBaseModel, CorruptArtifact, or EngineStartError.
         """
+        settings = self._settings
+        with contextlib.closing(bind_admin(settings.admin_address, settings.admin_port)) as admin_listener:
+            admin = Admin(self._why_not_ready, self._metrics.read, self._resources)
+            async with serving_admin(admin_listener, admin):
+                await self._serve(stop)
+
+    async def _serve(self, stop: asyncio.Event) -> None:
         settings = self._settings
         port = await self._server.start(settings.host, settings.port)
         log.info("worker.listening", host=settings.host, port=port, worker_id=settings.worker_id)
@@ -199,6 +215,41 @@ class WorkerApp:
         if self._engine.state is EngineState.READY:
             return State.SERVING
         return State.STARTING if self._engine.ready is None else State.NOT_SERVING
+
+    # What operators are told.
+
+    def _why_not_ready(self) -> str | None:
+        match self._state():
+            case State.SERVING:
+                return None
+            case State.STARTING:
+                return "starting: the base model is being read and loaded"
+            case State.DRAINING:
+                return "draining"
+            case State.NOT_SERVING:
+                return "the engine process died and is being restarted"
+
+    def _resources(self) -> dict[str, int]:
+        """Return what is held for requests, as each owner counts it."""
+        status, engine = self._board.now(), self._engine.status
+        in_engine = sum(adapter.in_flight for adapter in engine.adapters) if engine is not None else 0
+        return {
+            "kv_blocks_in_use": status.total_blocks - status.free_blocks,
+            "adapter_references": in_engine + self._store.num_references,
+            "waiting_requests": status.waiting_requests,
+            "running_requests": status.running_requests,
+            **held_by(self._activity),
+        }
+
+    def _snapshot(self) -> Snapshot:
+        engine = self._engine.status
+        return Snapshot(
+            status=self._board.now(),
+            engine_restarts=self._engine.num_lost,
+            cached_bytes=self._store.cached_bytes,
+            resident_bytes=sum(adapter.device_bytes for adapter in engine.adapters) if engine is not None else 0,
+            max_resident_adapters=self._settings.max_resident_adapters,
+        )
 
     def _is_on_device(self, artifact_digest: str) -> bool:
         status = self._engine.status

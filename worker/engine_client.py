@@ -88,6 +88,8 @@ class EngineClient:
         self.epoch = secrets.token_hex(8)
         """Another one as soon as an engine, and what it held, is lost."""
         self.num_frames = 0
+        self.num_lost = 0
+        """Engine processes that ended though nobody had asked them to."""
 
     # Requests.
 
@@ -219,6 +221,7 @@ class EngineClient:
         if self._silence_timer is not None:
             self._silence_timer.cancel()
             self._silence_timer = None
+        self.num_lost += not self._stopping.is_set()
         owners, self._owners = self._owners, {}
         self.status = None
         self.epoch = secrets.token_hex(8)

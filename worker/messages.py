@@ -72,6 +72,11 @@ def choice_end_message(end: ChoiceEnd) -> GenerateResponse:
     return GenerateResponse(choice_finished=ChoiceFinished(index=end.index, reason=reason, stop_string=end.stop))
 
 
+def tier_of(timing: Timing, *, fetched: bool) -> Tier:
+    """Return where a request found its adapter."""
+    return Tier.SOURCE if fetched else Tier.DEVICE if timing.adapter_on_device else Tier.DISK
+
+
 def serving_facts(
     timing: Timing, *, fetch_s: float, fetched: bool, base_digest: str, digests: tuple[str, str] | None, worker_id: str
 ) -> ServingFacts:
@@ -83,8 +88,7 @@ def serving_facts(
     facts = ServingFacts(base_digest=base_digest, worker_id=worker_id)
     if digests is not None:
         facts.version_digest, facts.artifact_digest = digests
-        tier = Tier.SOURCE if fetched else Tier.DEVICE if timing.adapter_on_device else Tier.DISK
-        facts.tier_hit = _TIERS[tier]
+        facts.tier_hit = _TIERS[tier_of(timing, fetched=fetched)]
     for duration, seconds in (
         (facts.queue_time, max(0.0, timing.queue_s - fetch_s)),
         (facts.adapter_load_time, timing.adapter_load_s + fetch_s),

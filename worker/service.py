@@ -31,7 +31,15 @@ from worker.adapters.store import AdapterStore, Lease
 from worker.admission import Admission, Ticket
 from worker.engine_client import EngineClient, EngineState
 from worker.generation import ChoiceEnd, Generation, StreamLimits, TextDelta
-from worker.messages import choice_end_message, delta_message, finished_message, serving_facts, status_message
+from worker.messages import (
+    choice_end_message,
+    delta_message,
+    finished_message,
+    serving_facts,
+    status_message,
+    tier_of,
+)
+from worker.metrics import Metrics, Observation
 from worker.requests import CheckedRequest, Conversation, check_request
 from worker.sampling import SEED_BITS
 from worker.status import StatusBoard
@@ -69,15 +77,17 @@ class Parts:
     store: AdapterStore
     board: StatusBoard
     limits: StreamLimits
+    metrics: Metrics
 
 
 class _Held:
     """What one RPC holds, given back once, whoever notices its end first."""
 
-    __slots__ = ("cut", "generation", "lease", "task", "ticket")
+    __slots__ = ("cut", "generation", "lease", "observation", "task", "ticket")
 
-    def __init__(self, ticket: Ticket) -> None:
+    def __init__(self, ticket: Ticket, observation: Observation) -> None:
         self.ticket = ticket
+        self.observation = observation
         self.task = asyncio.current_task()
         self.cut: LoraplexError | None = None
         self.lease: Lease | None = None
@@ -89,6 +99,7 @@ class _Held:
         if self.lease is not None:
             self.lease.release()
         self.ticket.close(time.monotonic())
+        self.observation.end()
 
     def fail(self, error: LoraplexError) -> None:
         """End the RPC with an error, wherever it is: in the engine, or still on its way there."""
@@ -133,7 +144,8 @@ class WorkerService(WorkerServiceServicer):
         if remaining_s is not None and remaining_s <= 0:
             raise DeadlineExceeded("the deadline passed before the request was read")
         digest = checked.adapter.artifact_digest if checked.adapter else None
-        held = _Held(self._parts.admission.admit(checked.sampling.n, digest, arrival_s))
+        ticket = self._parts.admission.admit(checked.sampling.n, digest, arrival_s)
+        held = _Held(ticket, Observation(self._parts.metrics, arrival_s))
         self._held.add(held)
 
         def give_back(_: object = None) -> None:
@@ -149,8 +161,10 @@ class WorkerService(WorkerServiceServicer):
             if held.cut is None or held.task is None:
                 raise
             held.task.uncancel()
+            held.observation.failed(held.cut)
             raise held.cut from None
         except LoraplexError as error:
+            held.observation.failed(error)
             log.info("generate.failed", request_id=checked.request_id, reason=error.reason, why=error.message)
             raise
         finally:
@@ -199,9 +213,11 @@ class WorkerService(WorkerServiceServicer):
         if adapter is not None:
             generation.on_failure_reason = lambda reason: self._doubt(adapter.artifact_digest, reason)
         generation.submit(make)
+        held.observation.prompt(len(prompt))
         with EngineTrace(arrival_s, generation.timing_so_far) as engine:
             async for event in generation.events():
                 if isinstance(event, TextDelta):
+                    held.observation.tokens(len(event.token_ids))
                     yield delta_message(event, base.text.vocabulary)
                 elif isinstance(event, ChoiceEnd):
                     yield choice_end_message(event)
@@ -215,6 +231,10 @@ class WorkerService(WorkerServiceServicer):
                         digests=(adapter.version_digest, adapter.artifact_digest) if adapter else None,
                         worker_id=parts.worker_id,
                     )
+                    if lease is not None:
+                        tier = tier_of(event.timing, fetched=lease.fetched)
+                        held.observation.adapter(tier, fetch_s + event.timing.adapter_load_s)
+                    held.observation.finished()
                     message = finished_message(len(prompt), event.completion_tokens, facts)
                     describe_answer(message.finished)
                     yield message

@@ -10,18 +10,19 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from common.config import Address, Port, ServiceSettings
+from common.config import Address, AdminSettings, Port
 
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0, le=86_400)]
 
 
-class WorkerSettings(ServiceSettings):
+class WorkerSettings(AdminSettings):
     """Settings of one worker process pair: front end and engine."""
 
     model_config = SettingsConfigDict(env_prefix="LORAPLEX_WORKER_")
 
     port: Port = Field(50052, description="gRPC port; 0 takes a free one")
+    admin_port: Port = Field(9052, description="HTTP port for probes, metrics and /debug/resources; 0 takes a free one")
     worker_id: str = Field(
         default_factory=socket.gethostname,
         min_length=1,

@@ -33,6 +33,10 @@ class ClusterPlan:
     insecure: bool = False
     drain_s: float = 10.0
     """Time that streams in flight get to finish when the cluster stops."""
+    registry_admin_port: int = 0
+    """Where the registry's probes and metrics are; 0 lets it pick a free port."""
+    worker_admin_ports: tuple[int, ...] = ()
+    """The same for each worker; those left out pick free ports."""
 
     @property
     def router(self) -> str:
@@ -55,6 +59,16 @@ class ClusterPlan:
         return tuple(f"{connectable(self.host)}:{port}" for port in self.worker_ports)
 
     @property
+    def admin(self) -> dict[str, str]:
+        """Where each process has /livez, /readyz, /metrics and /debug/resources, by its name."""
+        known = {
+            "registry": self.registry_admin_port,
+            **{f"worker-{index}": port for index, port in enumerate(self.worker_admin_ports)},
+        }
+        urls = {name: f"http://{connectable(self.host)}:{port}" for name, port in known.items() if port}
+        return {**urls, "router": self.http}
+
+    @property
     def log_dir(self) -> Path:
         """Where each process has its log."""
         return self.state_dir / "logs"
@@ -64,7 +78,7 @@ class ClusterPlan:
         # Nobody balances load over a local cluster, so workers and router (below) give no notice before they drain.
         drain = ("--drain-timeout-s", f"{self.drain_s:g}")
         common = ("--host", self.host, *(("--insecure",) if self.insecure else ()), *drain)
-        registry = ("registry", *common, "--port", str(self.registry_port))
+        registry = ("registry", *common, "--port", str(self.registry_port), *_admin(self.registry_admin_port))
         specs = [
             ProcessSpec(
                 name="registry",
@@ -75,9 +89,11 @@ class ClusterPlan:
                 cwd=self.tree,
             )
         ]
+        admin_ports = (*self.worker_admin_ports, *[0] * len(self.worker_ports))
         for index, port in enumerate(self.worker_ports):
             name = f"worker-{index}"
-            worker = ("worker", *common, "--port", str(port), "--worker-id", name, "--registry", self.registry)
+            ports = ("--port", str(port), *_admin(admin_ports[index]))
+            worker = ("worker", *common, *ports, "--worker-id", name, "--registry", self.registry)
             where = ("--base-dir", str(self.base_folder), "--cache-dir", str(self.state_dir / name))
             specs.append(
                 ProcessSpec(
@@ -102,6 +118,10 @@ class ClusterPlan:
             )
         )
         return specs
+
+
+def _admin(port: int) -> tuple[str, str]:
+    return ("--admin-port", str(port))
 
 
 class Cluster:

@@ -63,6 +63,9 @@ def up(
     http_port: Annotated[int, typer.Option(metavar="PORT", help="Router, HTTP.")] = 8080,
     registry_port: Annotated[int, typer.Option(metavar="PORT", help="Registry.")] = 50051,
     worker_port: Annotated[int, typer.Option(metavar="PORT", help="First worker; the others follow.")] = 50052,
+    admin_port: Annotated[
+        int, typer.Option(metavar="PORT", help="Registry's probes and metrics, HTTP; each worker takes the next.")
+    ] = 9051,
     drain_s: Annotated[
         float, typer.Option("--drain", min=0.0, metavar="SECONDS", help="Time for streams to finish when stopped.")
     ] = 10.0,
@@ -82,12 +85,17 @@ def up(
         ("the router", "--router-port", router_port),
         ("the router's HTTP", "--http-port", http_port),
         *((f"worker-{index}", "--worker-port", worker_port + index if worker_port else 0) for index in range(workers)),
+        *(
+            (f"{name}'s admin", "--admin-port", admin_port + index if admin_port else 0)
+            for index, name in enumerate(["the registry", *(f"worker-{index}" for index in range(workers))])
+        ),
     ]
     claim_ports(host, wanted)  # before anything slow
     state_dir = (state or default_state_dir()).expanduser().absolute()
     with locked(state_dir):
         chosen = resolve_base(base, base_id, (lambda _: None) if as_json else output.note)
-        registry_port, router_port, http_port, *worker_ports = claim_ports(host, wanted)
+        registry_port, router_port, http_port, *others = claim_ports(host, wanted)
+        worker_ports, (registry_admin_port, *worker_admin_ports) = others[:workers], others[workers:]
         plan = ClusterPlan(
             tree=tree,
             state_dir=state_dir,
@@ -100,6 +108,8 @@ def up(
             worker_ports=tuple(worker_ports),
             insecure=insecure,
             drain_s=drain_s,
+            registry_admin_port=registry_admin_port,
+            worker_admin_ports=tuple(worker_admin_ports),
         )
         adapters = adapter_folders(tree / "examples" / "adapters") if demo_adapters else []
         if demo_adapters and not adapters:
@@ -166,6 +176,7 @@ async def _serve(
             "http": plan.http,
             "registry": plan.registry,
             "workers": plan.workers,
+            "admin": plan.admin,
             "state_dir": str(plan.state_dir),
             "base_id": base.base_id,
             "models": [model.name for model in models],
@@ -183,6 +194,7 @@ def _greet(plan: ClusterPlan, base: Base, models: list[Model], board: LineBoard)
         f"  gRPC      {plan.router}",
         f"  HTTP      {plan.http}/v1 (OpenAI-compatible)",
         f"  registry  {plan.registry}",
+        f"  admin     {', '.join(f'{name} {url}' for name, url in plan.admin.items())} (/readyz, /metrics)",
         f"  models    {', '.join([base.base_id, *adapters])}",
     ]
     if (plan.router, plan.registry) != _DEFAULT_PORTS:

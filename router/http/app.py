@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from common.activity import Activity
+from common.admin import Admin, admin_routes
 from common.tenancy import DEFAULT_TENANT
 from loraplex.errors import InvalidRequest, LoraplexError, NotFound
 from loraplex.metadata_keys import MIN_REVISION_KEY
@@ -20,7 +22,6 @@ from router.http.errors import error_answer, error_object
 from router.http.generation import GenerationEndpoint
 from router.http.translate import chat_plan, completion_plan
 from router.inference import Inference, request_id_from
-from router.metrics import Metrics
 
 _OWNER = "loraplex"
 
@@ -53,25 +54,17 @@ def model_object(item: Base | Adapter, name: str | None = None) -> dict[str, Any
     }
 
 
-class Probes:
-    """What /readyz and /metrics tell. `why_not_ready` returns a reason, or None when requests are taken."""
+class Counted:
+    """An ASGI application whose requests count as open, with the tasks that work for them."""
 
-    def __init__(self, why_not_ready: Callable[[], str | None], metrics: Metrics) -> None:
-        self._why_not_ready = why_not_ready
-        self._metrics = metrics
+    def __init__(self, app: ASGIApp, activity: Activity) -> None:
+        self._app = app
+        self._activity = activity
 
-    async def livez(self, _: Request) -> Response:
-        """Tell that the process runs."""
-        return PlainTextResponse("ok\n")
-
-    async def readyz(self, _: Request) -> Response:
-        """Tell whether requests are taken, and if not, why."""
-        why = self._why_not_ready()
-        return PlainTextResponse("ok\n") if why is None else PlainTextResponse(f"{why}\n", status_code=503)
-
-    async def metrics(self, _: Request) -> Response:
-        """Tell the metrics in Prometheus' text format."""
-        return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        with self._activity.request():
+            await self._app(scope, receive, send)
 
 
 class Models:
@@ -120,25 +113,22 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
 def make_app(
     inference: Inference,
     catalog: Catalog,
-    metrics: Metrics,
-    why_not_ready: Callable[[], str | None],
+    admin: Admin,
+    activity: Activity,
     *,
     max_body_bytes: int,
 ) -> Starlette:
     """Return the ASGI application."""
     models = Models(catalog)
-    probes = Probes(why_not_ready, metrics)
     chat = GenerationEndpoint(inference, chat_plan, ChatAnswer, max_body_bytes=max_body_bytes)
     completions = GenerationEndpoint(inference, completion_plan, CompletionAnswer, max_body_bytes=max_body_bytes)
     return Starlette(
         routes=[
-            Route("/v1/chat/completions", chat, methods=["POST"]),
-            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/chat/completions", Counted(chat, activity), methods=["POST"]),
+            Route("/v1/completions", Counted(completions, activity), methods=["POST"]),
             Route("/v1/models", models.all),
             Route("/v1/models/{model:path}", models.one),
-            Route("/livez", probes.livez),
-            Route("/readyz", probes.readyz),
-            Route("/metrics", probes.metrics),
+            *admin_routes(admin),
         ],
         exception_handlers={Exception: _unexpected, LoraplexError: _refused, HTTPException: _no_such_route},
     )

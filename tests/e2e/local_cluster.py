@@ -152,7 +152,7 @@ def local_cluster(base: Path, *arguments: str) -> Iterator[LocalCluster]:
     """Run a cluster on free ports in a state folder of its own; whatever happens, nothing of it is left."""
     with tempfile.TemporaryDirectory(prefix="loraplex-e2e-") as folder:
         state_dir = Path(folder) / "state"
-        ports = [part for name in ("router", "http", "registry", "worker") for part in (f"--{name}-port", "0")]
+        ports = [part for name in ("router", "http", "registry", "worker", "admin") for part in (f"--{name}-port", "0")]
         command = [sys.executable, "-m", "loraplex.cli", "up", "--json", "--dtype", "float32", "--base", str(base)]
         process = subprocess.Popen(
             [*command, "--state", str(state_dir), *ports, *arguments],

@@ -415,7 +415,7 @@ async def test_a_client_that_closes_its_stream_frees_the_worker(
         asking.cancel()
     await worker.until(lambda: worker.num_cancelled == 1)
     await eventually(lambda: router.router.inference.in_flight == 0)
-    assert 'outcome="CANCELLED"' in router.router.metrics.render().decode()
+    assert 'outcome="cancelled"' in router.router.metrics.render().decode()
 
 
 async def test_a_client_that_leaves_before_the_first_delta_frees_every_prompt(

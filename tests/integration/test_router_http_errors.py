@@ -254,8 +254,8 @@ async def test_probes_and_metrics(raw: httpx2.AsyncClient, router: RunningRouter
     await raw.post("/v1/completions", json=COMPLETION)
     await raw.post("/v1/completions", json={"model": "secret-name", "prompt": "x"})
     metrics = (await raw.get("/metrics")).text
-    assert 'loraplex_router_requests_total{front="http",outcome="OK"} 1.0' in metrics
-    assert 'loraplex_router_requests_total{front="http",outcome="MODEL_NOT_FOUND"} 1.0' in metrics
+    assert 'loraplex_router_requests_total{front="http",outcome="ok",reason=""} 1.0' in metrics
+    assert 'loraplex_router_requests_total{front="http",outcome="error",reason="MODEL_NOT_FOUND"} 1.0' in metrics
     assert 'loraplex_router_tokens_total{kind="completion"} 3.0' in metrics
     assert 'loraplex_router_workers{state="serving"} 1.0' in metrics
     assert "loraplex_router_catalog_revision 1.0" in metrics

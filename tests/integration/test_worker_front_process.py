@@ -16,7 +16,7 @@ from tests.tiny_base import write_tiny_base
 
 FRONT_END_IMPORTS = (
     "import sys, worker.__main__; "
-    "print([name for name in ('torch', 'transformers', 'peft', 'sqlalchemy', 'starlette') if name in sys.modules])"
+    "print([name for name in ('torch', 'transformers', 'peft', 'sqlalchemy') if name in sys.modules])"
 )
 
 

@@ -121,6 +121,11 @@ class AdapterStore:
         """Bytes of all files, without what is on its way."""
         return sum(entry.size_bytes for entry in self._cached.values())
 
+    @property
+    def num_references(self) -> int:
+        """Leases held and asked for."""
+        return self._users.total()
+
     def holds(self, artifact_digest: str) -> bool:
         """Tell whether the artifact is on the disk (perhaps not verified yet)."""
         return artifact_digest in self._cached

@@ -56,11 +56,11 @@ def test_the_plan_follows_the_services_command_lines(tmp_path):
     registry, first, second, router = plan.specs()
     assert registry.command == (
         "registry", "--host", "127.0.0.1", "--drain-timeout-s", "0.5", "--port", str(plan.registry_port),
-        "--state-dir", f"{tmp_path}/state/registry",
+        "--admin-port", "0", "--state-dir", f"{tmp_path}/state/registry",
     )  # fmt: skip
     assert first.command == (
         "worker", "--host", "127.0.0.1", "--drain-timeout-s", "0.5", "--port", str(plan.worker_ports[0]),
-        "--worker-id", "worker-0",
+        "--admin-port", "0", "--worker-id", "worker-0",
         "--registry", plan.registry, "--base-dir", "/base", "--cache-dir", f"{tmp_path}/state/worker-0",
         "--dtype", "float32", "--drain-notice-s", "0",
     )  # fmt: skip

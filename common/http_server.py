@@ -1,4 +1,4 @@
-"""uvicorn as a part of this process: our socket, our signals, our logs."""
+"""uvicorn as a part of a service process: our socket, our signals, our logs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ _BACKLOG: Final = 2048
 _KEEP_ALIVE_S: Final = 75  # longer than common load balancers keep an idle connection
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket; port 0 takes a free one. Raises FailedPrecondition where the port cannot be had."""
+def bind(host: str, port: int, option: str) -> socket.socket:
+    """Return a listening socket; port 0 takes a free one.
+
+    Raises FailedPrecondition where the port cannot be had, naming it and the `option` that chooses another.
+    """
     bare = host.strip("[]")
     family = socket.AF_INET6 if ":" in bare else socket.AF_INET
     try:
@@ -26,8 +29,8 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise FailedPrecondition(
             f"cannot listen on {host}:{port} for HTTP: {error.strerror or error}; stop the other process or choose "
-            "another port with --http-port",
-            field="http_port",
+            f"another port with {option}",
+            field=option.removeprefix("--").replace("-", "_"),
         ) from error
 
 
