@@ -79,6 +79,8 @@ def running_engine(folder: Path) -> Iterator[dict[str, str]]:
                 engine.wait(_STOP_S)
             except subprocess.TimeoutExpired:
                 engine.kill()
+            for left in (folder / "exec" / "netns").glob("*"):  # mounted there for containers on the host's network
+                subprocess.run(["umount", left], capture_output=True, check=False)
 
 
 def base_image(environment: Mapping[str, str], folder: Path) -> str:
