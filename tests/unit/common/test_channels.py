@@ -99,16 +99,27 @@ async def test_a_peer_that_was_away_for_long_is_found_soon_after_it_is_back():
 async def test_a_peer_that_is_slow_to_shake_hands_is_reached():
     server, port = await serve()
 
+    handlers: set[asyncio.Task[None] | None] = set()
+
     async def after_a_while(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        handlers.add(asyncio.current_task())
         await asyncio.sleep(SLOW_HANDSHAKE_S)
         there, to_there = await asyncio.open_connection("127.0.0.1", port)
-        with contextlib.suppress(ConnectionError):
-            await asyncio.gather(_copy(reader, to_there), _copy(there, writer))
+        try:
+            await asyncio.gather(_copy(reader, to_there), _copy(there, writer), return_exceptions=True)
+        finally:
+            for side in (writer, to_there):
+                side.close()
+                with contextlib.suppress(ConnectionError):
+                    await side.wait_closed()
 
     proxy = await asyncio.start_server(after_a_while, "127.0.0.1", 0)
-    async with proxy, AsyncClient(f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}") as client:
-        assert await within(8, lambda: client.get_model("any"))
-    await server.stop(0)
+    async with proxy:
+        async with AsyncClient(f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}") as client:
+            assert await within(8, lambda: client.get_model("any"))
+        await server.stop(0)
+        async with asyncio.timeout(10):
+            await asyncio.gather(*(task for task in handlers if task is not None), return_exceptions=True)
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
