@@ -138,7 +138,7 @@ class _Health(health.aio.HealthServicer):  # type: ignore[misc]  # grpc_health h
 
 
 class Server:
-    """A gRPC server with error mapping, health and reflection.
+    """A gRPC server with error mapping, health and reflection. `guards` may refuse calls (see common.bearer).
 
     Health starts as NOT_SERVING for every service and as a whole (""); `set_serving` changes all at once.
     """
@@ -147,8 +147,9 @@ class Server:
         self,
         register: Iterable[Callable[[aio.Server], None]],
         services: Sequence[ServiceDescriptor],
+        guards: Sequence[aio.ServerInterceptor] = (),
     ) -> None:
-        self._server = aio.server(interceptors=[ErrorInterceptor()], options=list(_SERVER_OPTIONS))
+        self._server = aio.server(interceptors=[ErrorInterceptor(), *guards], options=list(_SERVER_OPTIONS))
         self._names = ["", *(service.full_name for service in services)]
         for add in register:
             add(self._server)

@@ -12,3 +12,6 @@ REQUEST_ID_KEY: Final = "x-loraplex-request-id"
 
 STATUS_SEQUENCE_KEY: Final = "x-loraplex-status-sequence"
 """Worker to router: the sequence of the worker's status that first counts this request."""
+
+AUTHORIZATION_KEY: Final = "authorization"
+"""Who calls: `Bearer ` and an API key (client to router) or the cluster token (between services, and operators)."""
