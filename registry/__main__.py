@@ -8,6 +8,7 @@ import sys
 import structlog
 
 from common.config import load_settings
+from common.exposure import warn_where_open
 from common.lifecycle import stop_on_signals
 from common.telemetry import configure_logs
 from loraplex.errors import LoraplexError
@@ -31,6 +32,7 @@ def main() -> int:
     """Return the exit status."""
     settings = load_settings(RegistrySettings, "registry", sys.argv[1:])
     configure_logs("registry", level=settings.log_level, log_format=settings.log_format)
+    warn_where_open(settings)
     try:
         asyncio.run(run(settings))
     except LoraplexError as error:
