@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
+from common.bearer import cluster_guards
 from common.rpc import Server
+from loraplex.credentials import bearer
 from loraplex.manifest import read_manifest
 from loraplex.worker.v1 import worker_pb2
 from loraplex.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
@@ -60,7 +62,7 @@ class WorkerApp:
         self._engine = EngineClient(self._engine_changed, engine_patience)
         self._admission = Admission(settings.max_waiting_requests, self._changed)
         self._board = StatusBoard(self._assemble)
-        self._source = RegistrySource(settings.registry)
+        self._source = RegistrySource(settings.registry, credentials=bearer(settings.cluster_secret))
         self._store = AdapterStore(
             settings.cache_dir / "artifacts",
             self._source,
@@ -78,7 +80,7 @@ class WorkerApp:
                 limits=limits or StreamLimits(stall_timeout_s=settings.stream_stall_s),
             )
         )
-        self._server = Server([self._register], [_SERVICE])
+        self._server = Server([self._register], [_SERVICE], cluster_guards(settings.cluster_secret))
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop`, then drain.

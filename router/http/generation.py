@@ -16,11 +16,11 @@ from typing import Any, Final
 import structlog
 from starlette.types import Receive, Scope, Send
 
-from common.tenancy import DEFAULT_TENANT
 from loraplex.errors import DeadlineExceeded, LoraplexError
-from loraplex.metadata_keys import MIN_REVISION_KEY, REQUEST_ID_KEY
+from loraplex.metadata_keys import AUTHORIZATION_KEY, MIN_REVISION_KEY, REQUEST_ID_KEY
 from loraplex.types.v1 import generation_pb2
 from loraplex.worker.v1 import worker_pb2
+from router.access import Access
 from router.catalog import Resolved
 from router.forward import Job, WorkerStream
 from router.http.answers import DONE, Answer, Head, Total, finish_reason
@@ -56,6 +56,7 @@ class _Exchange:
     """One HTTP request under way."""
 
     plan: Plan
+    tenant: str
     request_id: str
     min_revision: str | None
     observation: Observation
@@ -69,12 +70,14 @@ class GenerationEndpoint:
     def __init__(
         self,
         inference: Inference,
+        access: Access,
         plan: Callable[[Mapping[str, Any]], Plan],
         answer: Callable[[Head], Answer],
         *,
         max_body_bytes: int,
     ) -> None:
         self._inference = inference
+        self._access = access
         self._plan = plan
         self._answer = answer
         self._max_body_bytes = max_body_bytes
@@ -85,9 +88,10 @@ class GenerationEndpoint:
         try:
             with self._inference.observed("http") as observation:
                 request_id = request_id_from(header(scope, REQUEST_ID_KEY))
+                tenant = await self._admit(scope, receive)
                 plan = self._plan(parse_json(await read_body(receive, self._max_body_bytes)))
-                with self._inference.admitted(DEFAULT_TENANT, len(plan.requests)):
-                    exchange = _Exchange(plan, request_id, header(scope, MIN_REVISION_KEY), observation, send)
+                with self._inference.admitted(tenant, len(plan.requests)):
+                    exchange = _Exchange(plan, tenant, request_id, header(scope, MIN_REVISION_KEY), observation, send)
                     await until_client_leaves(receive, self._serve(exchange))
         except ClientGone:
             log.debug("http.client_gone", request_id=request_id)
@@ -98,6 +102,14 @@ class GenerationEndpoint:
             opaque = LoraplexError("internal error; the server's log has the details")
             await send_answer(send, *error_answer(opaque, request_id))
 
+    async def _admit(self, scope: Scope, receive: Receive) -> str:
+        """Return the tenant. A refusal waits for the body: a client that still writes would not see the answer."""
+        try:
+            return self._access.client(header(scope, AUTHORIZATION_KEY))
+        except LoraplexError:
+            await read_body(receive, self._max_body_bytes)
+            raise
+
     async def _serve(self, exchange: _Exchange) -> None:
         """Answer, or raise LoraplexError while nothing was sent."""
         inference, plan = self._inference, exchange.plan
@@ -105,9 +117,9 @@ class GenerationEndpoint:
         try:
             # The calls below have the deadline themselves; this one is for a client that reads too slowly.
             async with asyncio.timeout(inference.request_timeout_s + _SEND_GRACE_S):
-                resolved = await inference.resolve(DEFAULT_TENANT, plan.model, exchange.min_revision)
+                resolved = await inference.resolve(exchange.tenant, plan.model, exchange.min_revision)
                 jobs = [
-                    Job(_job_id(exchange, number), DEFAULT_TENANT, resolved, request, deadline_s)
+                    Job(_job_id(exchange, number), exchange.tenant, resolved, request, deadline_s)
                     for number, request in enumerate(plan.requests)
                 ]
                 streams = await inference.open_all(jobs)
