@@ -91,7 +91,7 @@ async def _while_starting(folder: Path, cluster: Cluster, say: Callable[[str], N
         hashing.cancel()
 
 
-async def _known_models(client: AsyncClient) -> list[Model]:
+async def known_models(client: AsyncClient) -> list[Model]:
     """Ask the router, or the registry where the router wants an API key that we have not got."""
     try:
         return [model async for model in client.list_models()]
@@ -121,7 +121,7 @@ async def _serving_models(client: AsyncClient, num_workers: int) -> list[Model]:
     deadline = asyncio.get_running_loop().time() + SERVING_WAIT_S
     while True:
         try:
-            models = await _known_models(client)
+            models = await known_models(client)
             states = [worker.state async for worker in client.list_workers()]
         except CatalogBehind:
             models, states = [], []
