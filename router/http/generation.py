@@ -88,7 +88,7 @@ class GenerationEndpoint:
         try:
             with self._inference.observed("http") as observation:
                 request_id = request_id_from(header(scope, REQUEST_ID_KEY))
-                tenant = await self._admit(scope, receive)
+                tenant = self._access.client(header(scope, AUTHORIZATION_KEY))
                 plan = self._plan(parse_json(await read_body(receive, self._max_body_bytes)))
                 with self._inference.admitted(tenant, len(plan.requests)):
                     exchange = _Exchange(plan, tenant, request_id, header(scope, MIN_REVISION_KEY), observation, send)
@@ -101,14 +101,6 @@ class GenerationEndpoint:
             log.exception("http.unexpected", request_id=request_id, exc_info=error)
             opaque = LoraplexError("internal error; the server's log has the details")
             await send_answer(send, *error_answer(opaque, request_id))
-
-    async def _admit(self, scope: Scope, receive: Receive) -> str:
-        """Return the tenant. A refusal waits for the body: a client that still writes would not see the answer."""
-        try:
-            return self._access.client(header(scope, AUTHORIZATION_KEY))
-        except LoraplexError:
-            await read_body(receive, self._max_body_bytes)
-            raise
 
     async def _serve(self, exchange: _Exchange) -> None:
         """Answer, or raise LoraplexError while nothing was sent."""
