@@ -12,7 +12,7 @@ import openai
 import pytest
 from grpc import aio
 
-from common.api_keys import NewKey, hash_of, make_key
+from common.api_keys import NewKey, hash_of
 from loraplex import credentials, errors
 from loraplex.client import AsyncClient, Credentials
 from loraplex.registry.v1 import adapter_pb2, api_key_pb2
@@ -28,7 +28,7 @@ from tests.integration.router_fakes import (
 )
 
 TOKEN = "the-cluster-token-of-this-test"
-KEY, OTHER = make_key(), make_key()
+KEY, OTHER = (NewKey(n * 12, f"lpx_{n * 12}_{(n + 'f') * 32}") for n in "12")  # fixed: they name test cases
 BODY = {"model": "sql", "prompt": "x", "messages": [{"role": "user", "content": "x"}]}
 
 
