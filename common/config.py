@@ -14,8 +14,9 @@ from typing import Annotated, Literal, Self, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
+from common.secret_settings import SharedEnvironment, TokenFile, TokenSecret, is_secret, on_command_line, shared_name
 from common.telemetry import LogFormat
 from loraplex.address import parse_address
 
@@ -46,11 +47,22 @@ class ServiceSettings(BaseSettings):
     """What every service can be told. Subclasses set `env_prefix`."""
 
     model_config = SettingsConfigDict(
-        frozen=True, extra="forbid", cli_kebab_case=True, cli_implicit_flags=True, cli_hide_none_type=True
+        frozen=True,
+        extra="forbid",
+        hide_input_in_errors=True,  # it may be a secret
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
     )
 
     host: str = Field("127.0.0.1", description="address to listen on")
-    insecure: bool = Field(False, description="allow an address other than loopback although nothing is encrypted")
+    insecure: bool = Field(
+        False, description="allow an address other than loopback without cluster token and API key; the log warns"
+    )
+    cluster_token: TokenSecret = Field(
+        None, description="token that every call between services must carry; needed where host is not loopback"
+    )
+    cluster_token_file: TokenFile = Field(None, description="file with the cluster token")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe line logged")
     log_format: LogFormat = Field("auto", description="lines for people, JSON, or by whether stderr is a terminal")
     otlp_endpoint: Annotated[str, AfterValidator(_check_endpoint)] | None = Field(
@@ -60,13 +72,34 @@ class ServiceSettings(BaseSettings):
     )
 
     @model_validator(mode="after")
-    def _loopback_or_insecure(self) -> Self:
-        if not self.insecure and not is_loopback(self.host):
+    def _loopback_or_guarded(self) -> Self:
+        if self.cluster_token and self.cluster_token_file:
+            raise ValueError("give the cluster token itself or a file with it, not both")
+        if not (self.insecure or is_loopback(self.host) or self.cluster_secret):
             raise ValueError(
-                f"host {self.host} is reachable by others and this service neither encrypts nor authenticates yet; "
-                "use 127.0.0.1, or say --insecure where the network itself is trusted"
+                f"host {self.host} is reachable by others; set LORAPLEX_CLUSTER_TOKEN (the same for every service; "
+                "make one with: openssl rand -hex 32) or --cluster-token-file, or use 127.0.0.1, or say --insecure "
+                "where everybody who can reach it may do everything"
             )
         return self
+
+    @property
+    def cluster_secret(self) -> str | None:
+        """The cluster token, however it was given."""
+        given = self.cluster_token or self.cluster_token_file
+        return given.get_secret_value() if given else None
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - there is none
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - there is none
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Read what is the same for every service last."""
+        return init_settings, env_settings, SharedEnvironment(settings_cls)
 
 
 class AdminSettings(ServiceSettings):
@@ -104,16 +137,31 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def variable_of(cls: type[ServiceSettings], name: str) -> str:
+    """Return the environment variable of a field."""
+    return shared_name(name) or f"{cls.model_config.get('env_prefix', '')}{name.upper()}"
+
+
 def load_settings(cls: type[S], program: str, argv: Sequence[str]) -> S:
     """Build the settings of a service. Prints every problem at once and exits with status 2 on bad ones."""
+    if exposed := on_command_line(cls.model_fields, argv):
+        for name in exposed:
+            flag, remedy = f"--{name.replace('_', '-')}", f"set {variable_of(cls, name)} instead"
+            print(  # noqa: T201
+                f"{program}: {flag}: everybody on this machine can read a command line; {remedy}", file=sys.stderr
+            )
+        raise SystemExit(2)
     try:
         return cls(_cli_parse_args=list(argv), _cli_prog_name=program)  # type: ignore[call-arg]
     except ValidationError as error:
         for problem in error.errors():
-            where = (
-                "--" + ".".join(str(part) for part in problem["loc"]).replace("_", "-") if problem["loc"] else program
-            )
-            print(f"{program}: {where}: {problem['msg'].removeprefix('Value error, ')}", file=sys.stderr)  # noqa: T201
+            where = ".".join(str(part) for part in problem["loc"])
+            if where in cls.model_fields and is_secret(cls.model_fields[where]):
+                where = variable_of(cls, where)
+            else:
+                where = f"--{where.replace('_', '-')}" if where else ""
+            what = problem["msg"].removeprefix("Value error, ")
+            print(f"{program}: {where}: {what}" if where else f"{program}: {what}", file=sys.stderr)  # noqa: T201
     except SettingsError as error:
         print(f"{program}: {error}", file=sys.stderr)  # noqa: T201
     raise SystemExit(2)

@@ -139,7 +139,7 @@ class _Health(health.aio.HealthServicer):  # type: ignore[misc]  # grpc_health h
 
 
 class Server:
-    """A gRPC server with error mapping, health and reflection.
+    """A gRPC server with error mapping, health and reflection. `guards` may refuse calls (see common.bearer).
 
     Health starts as NOT_SERVING for every service and as a whole (""); `set_serving` changes all at once.
     """
@@ -148,12 +148,13 @@ class Server:
         self,
         register: Iterable[Callable[[aio.Server], None]],
         services: Sequence[ServiceDescriptor],
+        guards: Sequence[aio.ServerInterceptor] = (),
         *,
         outer: Sequence[aio.ServerInterceptor] = (),
     ) -> None:
-        """`outer` interceptors are around the error mapping, the first outermost."""
+        """`outer` interceptors are around the error mapping, the first outermost; `guards` are inside it."""
         self._server = aio.server(
-            interceptors=[*outer, ErrorInterceptor(), TraceInterceptor()], options=list(_SERVER_OPTIONS)
+            interceptors=[*outer, ErrorInterceptor(), TraceInterceptor(), *guards], options=list(_SERVER_OPTIONS)
         )
         self._names = ["", *(service.full_name for service in services)]
         for add in register:

@@ -11,12 +11,20 @@ from grpc import aio
 
 from loraplex import wire
 from loraplex.calls import CHANNEL_OPTIONS, DEFAULT_REGISTRY, DEFAULT_ROUTER, PAGE_SIZE, Page, Peer, Timeouts
+from loraplex.credentials import Credentials
 from loraplex.generation import Event, Message, Sampling
 from loraplex.manifest import BaseManifest
 from loraplex.peft_folder import read_adapter_folder
-from loraplex.records import Adapter, AdapterRegistration, BaseModel, BaseRegistration, Model, Worker
+from loraplex.records import Adapter, AdapterRegistration, ApiKey, BaseModel, BaseRegistration, Model, NewApiKey, Worker
 from loraplex.registration import upload_parts
-from loraplex.registry.v1 import adapter_pb2, adapter_pb2_grpc, base_model_pb2, base_model_pb2_grpc
+from loraplex.registry.v1 import (
+    adapter_pb2,
+    adapter_pb2_grpc,
+    api_key_pb2,
+    api_key_pb2_grpc,
+    base_model_pb2,
+    base_model_pb2_grpc,
+)
 from loraplex.router.v1 import (
     fleet_pb2,
     fleet_pb2_grpc,
@@ -32,11 +40,19 @@ class AsyncClient:
     """`Client` for asyncio: the same methods, awaited or iterated with `async for`."""
 
     def __init__(
-        self, router: str = DEFAULT_ROUTER, registry: str = DEFAULT_REGISTRY, *, timeouts: Timeouts | None = None
+        self,
+        router: str = DEFAULT_ROUTER,
+        registry: str = DEFAULT_REGISTRY,
+        *,
+        credentials: Credentials | None = None,
+        timeouts: Timeouts | None = None,
     ) -> None:
+        """Credentials come from the environment unless they are given; see `loraplex.credentials`."""
         self.timeouts = timeouts or Timeouts()
         self.min_revision = 0
         """The newest registry revision this client has made; sent with every call to the router."""
+        self._credentials = Credentials.from_environment() if credentials is None else credentials
+        self._operator = self._credentials.for_operators
         self._router, self._registry = Peer("router", router), Peer("registry", registry)
         self._router_channel = aio.insecure_channel(router, options=CHANNEL_OPTIONS)
         self._registry_channel = aio.insecure_channel(registry, options=CHANNEL_OPTIONS)
@@ -45,6 +61,7 @@ class AsyncClient:
         self._fleet = fleet_pb2_grpc.FleetServiceStub(self._router_channel)
         self._adapters = adapter_pb2_grpc.AdapterServiceStub(self._registry_channel)
         self._bases = base_model_pb2_grpc.BaseModelServiceStub(self._registry_channel)
+        self._keys = api_key_pb2_grpc.ApiKeyServiceStub(self._registry_channel)
 
     async def __aenter__(self) -> Self:
         return self
@@ -81,7 +98,7 @@ class AsyncClient:
             call = self._inference.Generate(
                 request,
                 timeout=self.timeouts.generate_s if timeout_s is None else timeout_s,
-                metadata=wire.metadata(self.min_revision, request_id, trace=trace),
+                metadata=wire.metadata(self.min_revision, request_id, self._credentials.for_requests, trace=trace),
             )
             try:
                 async for response in call:
@@ -99,7 +116,7 @@ class AsyncClient:
         folder = read_adapter_folder(Path(path))
         with self._registry.calls():
             response = await self._adapters.UploadArtifact(
-                upload_parts(folder, name, base_id, progress), timeout=self.timeouts.upload_s
+                upload_parts(folder, name, base_id, progress), timeout=self.timeouts.upload_s, metadata=self._operator
             )
         self._seen(response.revision)
         return AdapterRegistration(wire.adapter(response.adapter), response.revision, response.changed)
@@ -108,7 +125,7 @@ class AsyncClient:
         """Return an adapter with all its versions. Raises AdapterNotFound."""
         with self._registry.calls():
             response = await self._adapters.GetAdapter(
-                adapter_pb2.GetAdapterRequest(name=name), timeout=self.timeouts.call_s
+                adapter_pb2.GetAdapterRequest(name=name), timeout=self.timeouts.call_s, metadata=self._operator
             )
         return wire.adapter(response.adapter)
 
@@ -117,7 +134,7 @@ class AsyncClient:
 
         async def ask(token: str) -> adapter_pb2.ListAdaptersResponse:
             request = adapter_pb2.ListAdaptersRequest(page_size=PAGE_SIZE, page_token=token)
-            return await self._adapters.ListAdapters(request, timeout=self.timeouts.call_s)
+            return await self._adapters.ListAdapters(request, timeout=self.timeouts.call_s, metadata=self._operator)
 
         async for page in _pages(self._registry, ask):
             for message in page.adapters:
@@ -127,7 +144,7 @@ class AsyncClient:
         """Delete an adapter with its versions; return the revision without it. Raises AdapterNotFound."""
         with self._registry.calls():
             response = await self._adapters.DeleteAdapter(
-                adapter_pb2.DeleteAdapterRequest(name=name), timeout=self.timeouts.call_s
+                adapter_pb2.DeleteAdapterRequest(name=name), timeout=self.timeouts.call_s, metadata=self._operator
             )
         self._seen(response.revision)
         return response.revision
@@ -138,7 +155,7 @@ class AsyncClient:
             base_id=base_id, manifest=wire.manifest_message(manifest, manifest.digest())
         )
         with self._registry.calls():
-            response = await self._bases.CreateBaseModel(request, timeout=self.timeouts.call_s)
+            response = await self._bases.CreateBaseModel(request, timeout=self.timeouts.call_s, metadata=self._operator)
         self._seen(response.revision)
         return BaseRegistration(wire.base_model(response.base_model), response.revision)
 
@@ -147,11 +164,38 @@ class AsyncClient:
 
         async def ask(token: str) -> base_model_pb2.ListBaseModelsResponse:
             request = base_model_pb2.ListBaseModelsRequest(page_size=PAGE_SIZE, page_token=token)
-            return await self._bases.ListBaseModels(request, timeout=self.timeouts.call_s)
+            return await self._bases.ListBaseModels(request, timeout=self.timeouts.call_s, metadata=self._operator)
 
         async for page in _pages(self._registry, ask):
             for message in page.base_models:
                 yield wire.base_model(message)
+
+    async def add_key(self, name: str) -> NewApiKey:
+        """Make an API key for clients of the routers. Raises AlreadyExists for a name that is taken."""
+        request = api_key_pb2.CreateApiKeyRequest(name=name)
+        with self._registry.calls():
+            response = await self._keys.CreateApiKey(request, timeout=self.timeouts.call_s, metadata=self._operator)
+        self._seen(response.revision)
+        return NewApiKey(wire.api_key(response.api_key), response.revision, response.key)
+
+    async def list_keys(self) -> AsyncIterator[ApiKey]:
+        """Yield the API keys by id."""
+
+        async def ask(token: str) -> api_key_pb2.ListApiKeysResponse:
+            request = api_key_pb2.ListApiKeysRequest(page_size=PAGE_SIZE, page_token=token)
+            return await self._keys.ListApiKeys(request, timeout=self.timeouts.call_s, metadata=self._operator)
+
+        async for page in _pages(self._registry, ask):
+            for message in page.api_keys:
+                yield wire.api_key(message)
+
+    async def remove_key(self, key_id: str) -> int:
+        """Revoke an API key; return the revision without it. Raises NotFound."""
+        request = api_key_pb2.DeleteApiKeyRequest(key_id=key_id)
+        with self._registry.calls():
+            response = await self._keys.DeleteApiKey(request, timeout=self.timeouts.call_s, metadata=self._operator)
+        self._seen(response.revision)
+        return response.revision
 
     async def get_model(self, name: str) -> Model:
         """Return what the router knows of a model. Raises ModelNotFound."""
@@ -159,7 +203,7 @@ class AsyncClient:
             response = await self._models.GetModel(
                 models_pb2.GetModelRequest(name=name),
                 timeout=self.timeouts.call_s,
-                metadata=wire.metadata(self.min_revision),
+                metadata=wire.metadata(self.min_revision, credentials=self._credentials.for_models),
             )
         return wire.model(response.model)
 
@@ -168,7 +212,7 @@ class AsyncClient:
 
         async def ask(token: str) -> models_pb2.ListModelsResponse:
             request = models_pb2.ListModelsRequest(page_size=PAGE_SIZE, page_token=token)
-            metadata = wire.metadata(self.min_revision)
+            metadata = wire.metadata(self.min_revision, credentials=self._credentials.for_models)
             return await self._models.ListModels(request, timeout=self.timeouts.call_s, metadata=metadata)
 
         async for page in _pages(self._router, ask):
@@ -180,7 +224,7 @@ class AsyncClient:
 
         async def ask(token: str) -> fleet_pb2.ListWorkersResponse:
             request = fleet_pb2.ListWorkersRequest(page_size=PAGE_SIZE, page_token=token)
-            return await self._fleet.ListWorkers(request, timeout=self.timeouts.call_s)
+            return await self._fleet.ListWorkers(request, timeout=self.timeouts.call_s, metadata=self._operator)
 
         async for page in _pages(self._router, ask):
             for message in page.workers:

@@ -25,6 +25,7 @@ import grpc
 from loraplex import wire
 from loraplex.async_client import AsyncClient
 from loraplex.calls import CHANNEL_OPTIONS, DEFAULT_REGISTRY, DEFAULT_ROUTER, PAGE_SIZE, Page, Peer, Timeouts
+from loraplex.credentials import Credentials
 from loraplex.generation import (
     Choice,
     ChoiceFinished,
@@ -39,9 +40,16 @@ from loraplex.generation import (
 )
 from loraplex.manifest import BaseManifest
 from loraplex.peft_folder import read_adapter_folder
-from loraplex.records import Adapter, AdapterRegistration, BaseModel, BaseRegistration, Model, Worker
+from loraplex.records import Adapter, AdapterRegistration, ApiKey, BaseModel, BaseRegistration, Model, NewApiKey, Worker
 from loraplex.registration import upload_parts
-from loraplex.registry.v1 import adapter_pb2, adapter_pb2_grpc, base_model_pb2, base_model_pb2_grpc
+from loraplex.registry.v1 import (
+    adapter_pb2,
+    adapter_pb2_grpc,
+    api_key_pb2,
+    api_key_pb2_grpc,
+    base_model_pb2,
+    base_model_pb2_grpc,
+)
 from loraplex.router.v1 import (
     fleet_pb2,
     fleet_pb2_grpc,
@@ -57,6 +65,7 @@ __all__ = [
     "ChoiceFinished",
     "Client",
     "Completion",
+    "Credentials",
     "Event",
     "Finished",
     "Gatherer",
@@ -75,11 +84,19 @@ class Client:
     """A synchronous client. Connects on first use; close it or use it as a context manager."""
 
     def __init__(
-        self, router: str = DEFAULT_ROUTER, registry: str = DEFAULT_REGISTRY, *, timeouts: Timeouts | None = None
+        self,
+        router: str = DEFAULT_ROUTER,
+        registry: str = DEFAULT_REGISTRY,
+        *,
+        credentials: Credentials | None = None,
+        timeouts: Timeouts | None = None,
     ) -> None:
+        """Credentials come from the environment unless they are given; see `loraplex.credentials`."""
         self.timeouts = timeouts or Timeouts()
         self.min_revision = 0
         """The newest registry revision this client has made; sent with every call to the router."""
+        self._credentials = Credentials.from_environment() if credentials is None else credentials
+        self._operator = self._credentials.for_operators
         self._router, self._registry = Peer("router", router), Peer("registry", registry)
         self._router_channel = grpc.insecure_channel(router, options=CHANNEL_OPTIONS)
         self._registry_channel = grpc.insecure_channel(registry, options=CHANNEL_OPTIONS)
@@ -88,6 +105,7 @@ class Client:
         self._fleet = fleet_pb2_grpc.FleetServiceStub(self._router_channel)
         self._adapters = adapter_pb2_grpc.AdapterServiceStub(self._registry_channel)
         self._bases = base_model_pb2_grpc.BaseModelServiceStub(self._registry_channel)
+        self._keys = api_key_pb2_grpc.ApiKeyServiceStub(self._registry_channel)
 
     def __enter__(self) -> Self:
         return self
@@ -124,7 +142,7 @@ class Client:
             call = self._inference.Generate(
                 request,
                 timeout=self.timeouts.generate_s if timeout_s is None else timeout_s,
-                metadata=wire.metadata(self.min_revision, request_id, trace=trace),
+                metadata=wire.metadata(self.min_revision, request_id, self._credentials.for_requests, trace=trace),
             )
             try:
                 for response in call:
@@ -142,7 +160,7 @@ class Client:
         folder = read_adapter_folder(Path(path))
         with self._registry.calls():
             response = self._adapters.UploadArtifact(
-                upload_parts(folder, name, base_id, progress), timeout=self.timeouts.upload_s
+                upload_parts(folder, name, base_id, progress), timeout=self.timeouts.upload_s, metadata=self._operator
             )
         self._seen(response.revision)
         return AdapterRegistration(wire.adapter(response.adapter), response.revision, response.changed)
@@ -150,7 +168,9 @@ class Client:
     def get_adapter(self, name: str) -> Adapter:
         """Return an adapter with all its versions. Raises AdapterNotFound."""
         with self._registry.calls():
-            response = self._adapters.GetAdapter(adapter_pb2.GetAdapterRequest(name=name), timeout=self.timeouts.call_s)
+            response = self._adapters.GetAdapter(
+                adapter_pb2.GetAdapterRequest(name=name), timeout=self.timeouts.call_s, metadata=self._operator
+            )
         return wire.adapter(response.adapter)
 
     def list_adapters(self) -> Iterator[Adapter]:
@@ -158,7 +178,7 @@ class Client:
 
         def ask(token: str) -> adapter_pb2.ListAdaptersResponse:
             request = adapter_pb2.ListAdaptersRequest(page_size=PAGE_SIZE, page_token=token)
-            return self._adapters.ListAdapters(request, timeout=self.timeouts.call_s)
+            return self._adapters.ListAdapters(request, timeout=self.timeouts.call_s, metadata=self._operator)
 
         for page in _pages(self._registry, ask):
             yield from map(wire.adapter, page.adapters)
@@ -167,7 +187,7 @@ class Client:
         """Delete an adapter with its versions; return the revision without it. Raises AdapterNotFound."""
         with self._registry.calls():
             response = self._adapters.DeleteAdapter(
-                adapter_pb2.DeleteAdapterRequest(name=name), timeout=self.timeouts.call_s
+                adapter_pb2.DeleteAdapterRequest(name=name), timeout=self.timeouts.call_s, metadata=self._operator
             )
         self._seen(response.revision)
         return response.revision
@@ -178,7 +198,7 @@ class Client:
             base_id=base_id, manifest=wire.manifest_message(manifest, manifest.digest())
         )
         with self._registry.calls():
-            response = self._bases.CreateBaseModel(request, timeout=self.timeouts.call_s)
+            response = self._bases.CreateBaseModel(request, timeout=self.timeouts.call_s, metadata=self._operator)
         self._seen(response.revision)
         return BaseRegistration(wire.base_model(response.base_model), response.revision)
 
@@ -187,10 +207,36 @@ class Client:
 
         def ask(token: str) -> base_model_pb2.ListBaseModelsResponse:
             request = base_model_pb2.ListBaseModelsRequest(page_size=PAGE_SIZE, page_token=token)
-            return self._bases.ListBaseModels(request, timeout=self.timeouts.call_s)
+            return self._bases.ListBaseModels(request, timeout=self.timeouts.call_s, metadata=self._operator)
 
         for page in _pages(self._registry, ask):
             yield from map(wire.base_model, page.base_models)
+
+    def add_key(self, name: str) -> NewApiKey:
+        """Make an API key for clients of the routers. Raises AlreadyExists for a name that is taken."""
+        request = api_key_pb2.CreateApiKeyRequest(name=name)
+        with self._registry.calls():
+            response = self._keys.CreateApiKey(request, timeout=self.timeouts.call_s, metadata=self._operator)
+        self._seen(response.revision)
+        return NewApiKey(wire.api_key(response.api_key), response.revision, response.key)
+
+    def list_keys(self) -> Iterator[ApiKey]:
+        """Yield the API keys by id."""
+
+        def ask(token: str) -> api_key_pb2.ListApiKeysResponse:
+            request = api_key_pb2.ListApiKeysRequest(page_size=PAGE_SIZE, page_token=token)
+            return self._keys.ListApiKeys(request, timeout=self.timeouts.call_s, metadata=self._operator)
+
+        for page in _pages(self._registry, ask):
+            yield from map(wire.api_key, page.api_keys)
+
+    def remove_key(self, key_id: str) -> int:
+        """Revoke an API key; return the revision without it. Raises NotFound."""
+        request = api_key_pb2.DeleteApiKeyRequest(key_id=key_id)
+        with self._registry.calls():
+            response = self._keys.DeleteApiKey(request, timeout=self.timeouts.call_s, metadata=self._operator)
+        self._seen(response.revision)
+        return response.revision
 
     def get_model(self, name: str) -> Model:
         """Return what the router knows of a model. Raises ModelNotFound."""
@@ -198,7 +244,7 @@ class Client:
             response = self._models.GetModel(
                 models_pb2.GetModelRequest(name=name),
                 timeout=self.timeouts.call_s,
-                metadata=wire.metadata(self.min_revision),
+                metadata=wire.metadata(self.min_revision, credentials=self._credentials.for_models),
             )
         return wire.model(response.model)
 
@@ -207,7 +253,7 @@ class Client:
 
         def ask(token: str) -> models_pb2.ListModelsResponse:
             request = models_pb2.ListModelsRequest(page_size=PAGE_SIZE, page_token=token)
-            metadata = wire.metadata(self.min_revision)
+            metadata = wire.metadata(self.min_revision, credentials=self._credentials.for_models)
             return self._models.ListModels(request, timeout=self.timeouts.call_s, metadata=metadata)
 
         for page in _pages(self._router, ask):
@@ -218,7 +264,7 @@ class Client:
 
         def ask(token: str) -> fleet_pb2.ListWorkersResponse:
             request = fleet_pb2.ListWorkersRequest(page_size=PAGE_SIZE, page_token=token)
-            return self._fleet.ListWorkers(request, timeout=self.timeouts.call_s)
+            return self._fleet.ListWorkers(request, timeout=self.timeouts.call_s, metadata=self._operator)
 
         for page in _pages(self._router, ask):
             yield from map(wire.worker, page.workers)

@@ -17,6 +17,8 @@
     │   ├── BaseModelNotFound          NOT_FOUND            BASE_MODEL_NOT_FOUND
     │   └── ArtifactNotFound           NOT_FOUND            ARTIFACT_NOT_FOUND
     ├── AlreadyExists                  ALREADY_EXISTS       ALREADY_EXISTS
+    ├── Unauthenticated                UNAUTHENTICATED      UNAUTHENTICATED
+    ├── PermissionDenied               PERMISSION_DENIED    PERMISSION_DENIED
     ├── FailedPrecondition             FAILED_PRECONDITION  FAILED_PRECONDITION
     │   └── BaseMismatch               FAILED_PRECONDITION  BASE_MISMATCH
     ├── ResourceExhausted              RESOURCE_EXHAUSTED   RESOURCE_EXHAUSTED
@@ -169,6 +171,20 @@ class AlreadyExists(LoraplexError):
 
     code = grpc.StatusCode.ALREADY_EXISTS
     reason = "ALREADY_EXISTS"
+
+
+class Unauthenticated(LoraplexError):
+    """The call has no credential, or one that is not valid. Neither message nor metadata repeats what was sent."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(LoraplexError):
+    """The credential is valid and does not allow this."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+    reason = "PERMISSION_DENIED"
 
 
 class FailedPrecondition(LoraplexError):

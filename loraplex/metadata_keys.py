@@ -15,3 +15,6 @@ STATUS_SEQUENCE_KEY: Final = "x-loraplex-status-sequence"
 
 TRACE_KEY: Final = "x-loraplex-trace"
 """Client to router to worker, over gRPC: `1` asks for the request's spans in `Finished`."""
+
+AUTHORIZATION_KEY: Final = "authorization"
+"""Who calls: `Bearer ` and an API key (client to router) or the cluster token (between services, and operators)."""

@@ -6,7 +6,7 @@ aware UTC datetimes, sizes are bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 
 
@@ -49,6 +49,25 @@ class BaseModel:
     architecture: str
     num_parameters: int
     create_time: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """What is known of a client's key; the key itself is not."""
+
+    key_id: str
+    tenant: str
+    name: str
+    create_time: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class NewApiKey:
+    """A key that was just made. `key` is the secret, which nobody will tell again."""
+
+    api_key: ApiKey
+    revision: int
+    key: str = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

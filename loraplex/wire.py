@@ -8,6 +8,7 @@ from typing import Final
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from loraplex.credentials import Metadata
 from loraplex.errors import InvalidRequest
 from loraplex.generation import (
     ChoiceFinished,
@@ -23,8 +24,8 @@ from loraplex.generation import (
 )
 from loraplex.manifest import BaseManifest
 from loraplex.metadata_keys import MIN_REVISION_KEY, REQUEST_ID_KEY, TRACE_KEY
-from loraplex.records import Adapter, AdapterVersion, BaseModel, Model, Worker, WorkerAdapter
-from loraplex.registry.v1 import adapter_pb2, base_model_pb2
+from loraplex.records import Adapter, AdapterVersion, ApiKey, BaseModel, Model, Worker, WorkerAdapter
+from loraplex.registry.v1 import adapter_pb2, api_key_pb2, base_model_pb2
 from loraplex.router.v1 import fleet_pb2, inference_pb2, models_pb2
 from loraplex.spans import Span
 from loraplex.types.v1 import generation_pb2, sampling_pb2, trace_pb2
@@ -42,9 +43,11 @@ _REASONS: Final = {generation_pb2.FINISH_REASON_STOP: "stop", generation_pb2.FIN
 _STATUSES: Final = {trace_pb2.SPAN_STATUS_ERROR: "error", trace_pb2.SPAN_STATUS_CANCELLED: "cancelled"}
 
 
-def metadata(min_revision: int, request_id: str | None = None, *, trace: bool = False) -> tuple[tuple[str, str], ...]:
-    """Return a call's metadata: the revision the caller has seen (0: none), its request id, its wish for spans."""
-    pairs = []
+def metadata(
+    min_revision: int, request_id: str | None = None, credentials: Metadata = (), *, trace: bool = False
+) -> Metadata:
+    """Return a call's metadata: the revision the caller has seen (0: none), request id, credentials, wish for spans."""
+    pairs = list(credentials)
     if min_revision:
         pairs.append((MIN_REVISION_KEY, str(min_revision)))
     if request_id:
@@ -182,6 +185,11 @@ def base_model(message: base_model_pb2.BaseModel) -> BaseModel:
     return BaseModel(
         message.base_id, message.digest, message.architecture, message.num_parameters, _time(message.create_time)
     )
+
+
+def api_key(message: api_key_pb2.ApiKey) -> ApiKey:
+    """Return the value of the message."""
+    return ApiKey(message.key_id, message.tenant, message.name, _time(message.create_time))
 
 
 def manifest_message(manifest: BaseManifest, digest: str) -> base_model_pb2.BaseModelManifest:

@@ -8,6 +8,7 @@ import sys
 import structlog
 
 from common.config import load_settings
+from common.exposure import warn_where_open
 from common.lifecycle import stop_on_signals
 from common.telemetry import configure_logs
 from common.tracing import tracing
@@ -32,6 +33,7 @@ def main() -> int:
     """Return the exit status."""
     settings = load_settings(RegistrySettings, "registry", sys.argv[1:])
     configure_logs("registry", level=settings.log_level, log_format=settings.log_format)
+    warn_where_open(settings)
     try:
         with tracing("registry", settings.otlp_endpoint):
             asyncio.run(run(settings))

@@ -12,9 +12,17 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from common.activity import Activity
 from common.admin import Admin, bind_admin, held_by, serving_admin
+from common.bearer import cluster_guards
 from common.call_interceptor import CallInterceptor
 from common.rpc import Server
-from loraplex.registry.v1 import adapter_pb2, adapter_pb2_grpc, base_model_pb2, base_model_pb2_grpc
+from loraplex.registry.v1 import (
+    adapter_pb2,
+    adapter_pb2_grpc,
+    api_key_pb2,
+    api_key_pb2_grpc,
+    base_model_pb2,
+    base_model_pb2_grpc,
+)
 from registry.artifacts import ArtifactFolder
 from registry.database import migrate, open_engine
 from registry.database_wait import wait_for_database
@@ -22,6 +30,7 @@ from registry.head_follower import follow_head
 from registry.head_signal import HeadSignal
 from registry.metrics import Metrics
 from registry.service.adapters import Adapters
+from registry.service.api_keys import ApiKeys, ensure_bootstrap_key
 from registry.service.base_models import BaseModels
 from registry.service.garbage import collect
 from registry.service.uploads import Uploads
@@ -46,8 +55,8 @@ class _Readiness:
 async def serve(settings: RegistrySettings, stopping: asyncio.Event, on_listening: Callable[[int], None]) -> None:
     """Run until `stopping` is set; `on_listening` is told the port once requests are taken.
 
-    Raises FailedPrecondition where the state folder is held by another process, the database cannot be used or a
-    port is taken.
+    Raises AlreadyExists for a bootstrap key with the id of another key, and FailedPrecondition where the state folder
+    is held by another process, the database cannot be used or a port is taken.
     """
     with (
         contextlib.closing(bind_admin(settings.admin_address, settings.admin_port)) as admin_listener,
@@ -78,20 +87,26 @@ async def _serve(
         await wait_for_database(engine, settings.database_wait_s)
         await migrate(engine)
         await collect(store, artifacts, set(await asyncio.to_thread(lambda: list(artifacts.digests()))))
+        if settings.bootstrap_key is not None:
+            await ensure_bootstrap_key(store, settings.bootstrap_key.get_secret_value())
         uploads = Uploads(store, artifacts, settings)
         watches = Watches(store, signal, heartbeat_s=settings.heartbeat_s)
         adapters, base_models = Adapters(store, artifacts, uploads, watches), BaseModels(store)
+        api_keys = ApiKeys(store)
         server = Server(
             [
                 lambda grpc_server: adapter_pb2_grpc.add_AdapterServiceServicer_to_server(adapters, grpc_server),
                 lambda grpc_server: base_model_pb2_grpc.add_BaseModelServiceServicer_to_server(
                     base_models, grpc_server
                 ),
+                lambda grpc_server: api_key_pb2_grpc.add_ApiKeyServiceServicer_to_server(api_keys, grpc_server),
             ],
             [
                 adapter_pb2.DESCRIPTOR.services_by_name["AdapterService"],
                 base_model_pb2.DESCRIPTOR.services_by_name["BaseModelService"],
+                api_key_pb2.DESCRIPTOR.services_by_name["ApiKeyService"],
             ],
+            cluster_guards(settings.cluster_secret),
             outer=[CallInterceptor(metrics.calls, activity)],
         )
         port = await server.start(settings.host, settings.port)

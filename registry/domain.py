@@ -19,6 +19,9 @@ from loraplex.manifest import BaseManifest
 
 ARCHITECTURES: Final = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
+BOOTSTRAP_KEY_NAME: Final = "bootstrap"
+"""Name of the key that the registry's environment gives."""
+
 _ADAPTER_NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _BASE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
 _MAX_PARAMETERS: Final = 10**15
@@ -80,7 +83,25 @@ class DeletedAdapter:
     name: str
 
 
-Entry = BaseModelRecord | AdapterRecord | DeletedAdapter
+@dataclass(frozen=True, slots=True)
+class ApiKeyRecord:
+    """A key of a client; `key_sha256` is lower-case hex over the whole key, which nobody but its owner has."""
+
+    key_id: str
+    tenant: str
+    name: str
+    key_sha256: str
+    create_time_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeletedApiKey:
+    """A key that is revoked."""
+
+    key_id: str
+
+
+Entry = BaseModelRecord | AdapterRecord | DeletedAdapter | ApiKeyRecord | DeletedApiKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +119,21 @@ def check_adapter_name(name: str) -> str:
             f"{shown(name)} is no adapter name: use 1 to 63 of a-z, 0-9, '.', '_' and '-', starting with a letter or "
             "digit",
             field="name",
+        )
+    return name
+
+
+def check_key_name(name: str) -> str:
+    """Return `name` if an API key may have it. Raises InvalidName."""
+    if not _ADAPTER_NAME.fullmatch(name):
+        raise InvalidName(
+            f"{shown(name)} is no name of a key: use 1 to 63 of a-z, 0-9, '.', '_' and '-', starting with a letter or "
+            "digit",
+            field="name",
+        )
+    if name == BOOTSTRAP_KEY_NAME:
+        raise InvalidName(
+            f"the key {name} is what LORAPLEX_REGISTRY_BOOTSTRAP_KEY gives; choose another name", field="name"
         )
     return name
 

@@ -7,12 +7,22 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from registry.domain import AdapterRecord, BaseModelRecord, DeletedAdapter, Entry, VersionRecord
+from registry.domain import (
+    AdapterRecord,
+    ApiKeyRecord,
+    BaseModelRecord,
+    DeletedAdapter,
+    DeletedApiKey,
+    Entry,
+    VersionRecord,
+)
 
 _KINDS: dict[str, type[Entry]] = {
     "base_model": BaseModelRecord,
     "adapter": AdapterRecord,
     "deleted_adapter": DeletedAdapter,
+    "api_key": ApiKeyRecord,
+    "deleted_api_key": DeletedApiKey,
 }
 _NAMES = {cls: kind for kind, cls in _KINDS.items()}
 

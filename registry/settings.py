@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Annotated
 
 import sqlalchemy as sa
-from pydantic import Field, field_validator
+from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import SettingsConfigDict
 
+from common.api_keys import EXAMPLE, id_of
 from common.config import AdminSettings, Port
+from common.secret_settings import Secret
 from registry.database import parse_url
 
 
@@ -33,6 +35,19 @@ class RegistrySettings(AdminSettings):
     keep_changes: Annotated[int, Field(ge=1)] = Field(10_000, description="transactions kept for watchers that resume")
     heartbeat_s: Annotated[float, Field(gt=0)] = Field(5.0, description="seconds between a watcher's heartbeats")
     drain_timeout_s: Annotated[float, Field(ge=0)] = Field(10.0, description="seconds running calls get in a drain")
+
+    bootstrap_key: Secret = Field(
+        None, description="API key that exists from the start, named bootstrap: lpx_bootstrap_$(openssl rand -hex 32)"
+    )
+
+    @field_validator("bootstrap_key")
+    @classmethod
+    def _is_key(cls, key: SecretStr | None) -> SecretStr | None:
+        if key is not None and id_of(key.get_secret_value()) is None:
+            raise ValueError(
+                f"it is not formed like a key, {EXAMPLE}; make one with: echo lpx_bootstrap_$(openssl rand -hex 32)"
+            )
+        return key
 
     @field_validator("database_url")
     @classmethod

@@ -17,9 +17,18 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from loraplex.errors import NoSpace, RegistryUnavailable
-from registry.domain import AdapterRecord, BaseModelRecord, Change, DeletedAdapter, Entry, VersionRecord
+from registry.domain import (
+    AdapterRecord,
+    ApiKeyRecord,
+    BaseModelRecord,
+    Change,
+    DeletedAdapter,
+    DeletedApiKey,
+    Entry,
+    VersionRecord,
+)
 from registry.entries import decode_entries, encode_entries
-from registry.tables import ADAPTERS, BASE_MODELS, CHANGES, HEAD, VERSIONS
+from registry.tables import ADAPTERS, API_KEYS, BASE_MODELS, CHANGES, HEAD, VERSIONS
 
 log = structlog.get_logger(__name__)
 
@@ -95,7 +104,27 @@ class Reader:
     async def snapshot(self) -> Snapshot:
         """Return the whole catalog and its revision."""
         head = await self.head()
-        return Snapshot(head, (*await self.bases(), *await self._adapters(sa.true(), None)))
+        return Snapshot(
+            head, (*await self.bases(), *await self._adapters(sa.true(), None), *await self._api_keys(sa.true(), None))
+        )
+
+    async def api_key(self, key_id: str) -> ApiKeyRecord | None:
+        """Return an API key by its id, or None."""
+        return next(iter(await self._api_keys(API_KEYS.c.key_id == key_id, None)), None)
+
+    async def api_key_named(self, tenant: str, name: str) -> ApiKeyRecord | None:
+        """Return a tenant's API key by its name, or None."""
+        return next(
+            iter(await self._api_keys(sa.and_(API_KEYS.c.tenant == tenant, API_KEYS.c.name == name), None)), None
+        )
+
+    async def api_keys(self, tenant: str, after: str = "", limit: int | None = None) -> list[ApiKeyRecord]:
+        """Return a tenant's API keys by id, those after `after`."""
+        return await self._api_keys(sa.and_(API_KEYS.c.tenant == tenant, API_KEYS.c.key_id > after), limit)
+
+    async def _api_keys(self, which: sa.ColumnElement[bool], limit: int | None) -> list[ApiKeyRecord]:
+        query = sa.select(API_KEYS).where(which).order_by(API_KEYS.c.key_id).limit(limit)
+        return [ApiKeyRecord(**row) for row in (await self._connection.execute(query)).mappings()]
 
     async def changes(self, after: int, limit: int) -> list[Change]:
         """Return the logged transactions after a revision, oldest first."""
@@ -176,6 +205,16 @@ class WriteTransaction(Reader):
         for table in (VERSIONS, ADAPTERS):
             await self._connection.execute(sa.delete(table).filter_by(tenant=tenant, name=name))
         self.entries.append(DeletedAdapter(tenant, name))
+
+    async def put_api_key(self, key: ApiKeyRecord) -> None:
+        """Add an API key."""
+        await self._connection.execute(sa.insert(API_KEYS).values(**asdict(key)))
+        self.entries.append(key)
+
+    async def delete_api_key(self, key_id: str) -> None:
+        """Revoke an API key."""
+        await self._connection.execute(sa.delete(API_KEYS).filter_by(key_id=key_id))
+        self.entries.append(DeletedApiKey(key_id))
 
 
 class Store:

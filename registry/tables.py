@@ -76,3 +76,14 @@ VERSIONS = sa.Table(
     sa.ForeignKeyConstraint(["tenant", "name"], ["adapters.tenant", "adapters.name"], ondelete="CASCADE"),
     sa.UniqueConstraint("tenant", "name", "version_digest"),
 )
+
+API_KEYS = sa.Table(
+    "api_keys",
+    METADATA,
+    sa.Column("key_id", NAME, primary_key=True),
+    sa.Column("tenant", NAME, nullable=False),
+    sa.Column("name", NAME, nullable=False),
+    sa.Column("key_sha256", sa.Text, nullable=False),  # the key itself is kept nowhere
+    sa.Column("create_time_us", sa.BigInteger, nullable=False),
+    sa.UniqueConstraint("tenant", "name"),
+)

@@ -7,6 +7,7 @@ import sys
 import uvloop
 
 from common.config import load_settings
+from common.exposure import warn_where_open
 from common.lifecycle import stop_on_signals
 from common.telemetry import configure_logs
 from common.tracing import tracing
@@ -23,6 +24,7 @@ def main() -> int:
     """Run until a signal. Returns 1 where the router cannot start."""
     settings = load_settings(RouterSettings, "router", sys.argv[1:])
     configure_logs("router", level=settings.log_level, log_format=settings.log_format)
+    warn_where_open(settings)
     try:
         with tracing("router", settings.otlp_endpoint):
             uvloop.run(_run(settings))

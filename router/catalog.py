@@ -64,7 +64,23 @@ class DeletedAdapter:
     name: str
 
 
-Entry = Base | Adapter | DeletedAdapter
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """What a client's key is checked against: lower-case hex SHA-256 of the whole key."""
+
+    key_id: str
+    tenant: str
+    key_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeletedApiKey:
+    """A key that is revoked."""
+
+    key_id: str
+
+
+Entry = Base | Adapter | DeletedAdapter | ApiKey | DeletedApiKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +101,11 @@ class CatalogSnapshot:
     revision: int = 0
     bases: Mapping[str, Base] = field(default_factory=lambda: MappingProxyType({}))
     adapters: Mapping[tuple[str, str], Adapter] = field(default_factory=lambda: MappingProxyType({}))
+    api_keys: Mapping[str, ApiKey] = field(default_factory=lambda: MappingProxyType({}))
 
     def apply(self, entries: Iterable[Entry], *, store_id: str | None = None, revision: int) -> CatalogSnapshot:
         """Return the catalog after one transaction."""
-        bases, adapters = dict(self.bases), dict(self.adapters)
+        bases, adapters, api_keys = dict(self.bases), dict(self.adapters), dict(self.api_keys)
         for entry in entries:
             match entry:
                 case Base():
@@ -97,11 +114,16 @@ class CatalogSnapshot:
                     adapters[entry.tenant, entry.name] = entry
                 case DeletedAdapter():
                     adapters.pop((entry.tenant, entry.name), None)
+                case ApiKey():
+                    api_keys[entry.key_id] = entry
+                case DeletedApiKey():
+                    api_keys.pop(entry.key_id, None)
         return CatalogSnapshot(
             self.store_id if store_id is None else store_id,
             revision,
             MappingProxyType(bases),
             MappingProxyType(adapters),
+            MappingProxyType(api_keys),
         )
 
     def resolve(self, tenant: str, model: str) -> Resolved:

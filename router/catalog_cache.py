@@ -19,12 +19,12 @@ from typing import Any, Final
 
 import structlog
 
-from router.catalog import Adapter, Base, Catalog, CatalogSnapshot, Entry, Version
+from router.catalog import Adapter, ApiKey, Base, Catalog, CatalogSnapshot, Entry, Version
 
 log = structlog.get_logger(__name__)
 
 _KIND: Final = "loraplex-catalog"
-_FORMAT: Final = "1"
+_FORMAT: Final = "2"
 _WRITE_INTERVAL_S: Final = 1.0
 
 
@@ -40,6 +40,7 @@ def encode(snapshot: CatalogSnapshot) -> bytes:
             "revision": snapshot.revision,
             "bases": [asdict(base) for base in snapshot.bases.values()],
             "adapters": [asdict(adapter) for adapter in snapshot.adapters.values()],
+            "api_keys": [asdict(key) for key in snapshot.api_keys.values()],
         },
         separators=(",", ":"),
         sort_keys=True,
@@ -62,6 +63,7 @@ def decode(content: bytes) -> CatalogSnapshot:
         entries: list[Entry] = [
             *(Base(**base) for base in data["bases"]),
             *(_adapter(adapter) for adapter in data["adapters"]),
+            *(ApiKey(**key) for key in data["api_keys"]),
         ]
         return CatalogSnapshot().apply(entries, store_id=str(data["store_id"]), revision=int(data["revision"]))
     except (ValueError, TypeError, KeyError) as error:

@@ -16,8 +16,19 @@ from grpc import aio
 
 from common.backoff import Backoff
 from common.rpc import open_channel
+from loraplex.credentials import Metadata
 from loraplex.registry.v1 import adapter_pb2, adapter_pb2_grpc
-from router.catalog import Adapter, Base, Catalog, CatalogSnapshot, DeletedAdapter, Entry, Version
+from router.catalog import (
+    Adapter,
+    ApiKey,
+    Base,
+    Catalog,
+    CatalogSnapshot,
+    DeletedAdapter,
+    DeletedApiKey,
+    Entry,
+    Version,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -49,6 +60,11 @@ def entries_of(messages: Iterable[adapter_pb2.CatalogEntry]) -> list[Entry]:
                 entries.append(Adapter(adapter.tenant, adapter.name, adapter.base_id, current, versions))
             case "deleted_adapter":
                 entries.append(DeletedAdapter(message.deleted_adapter.tenant, message.deleted_adapter.name))
+            case "api_key":
+                key = message.api_key
+                entries.append(ApiKey(key.key_id, key.tenant, key.key_sha256))
+            case "deleted_api_key_id":
+                entries.append(DeletedApiKey(message.deleted_api_key_id))
             case _:
                 pass  # of a newer registry; nothing a request of this router could name
     return entries
@@ -67,13 +83,23 @@ def _version(message: adapter_pb2.AdapterVersion) -> Version:
 
 
 class CatalogWatch:
-    """Keeps one Watch stream open. `silence_s` is how long a stream may say nothing before it counts as dead."""
+    """Keeps one Watch stream open; `credentials` go with it.
+
+    `silence_s` is how long a stream may say nothing before it counts as dead.
+    """
 
     def __init__(
-        self, catalog: Catalog, address: str, *, rng: random.Random | None = None, silence_s: float = SILENCE_S
+        self,
+        catalog: Catalog,
+        address: str,
+        *,
+        credentials: Metadata = (),
+        rng: random.Random | None = None,
+        silence_s: float = SILENCE_S,
     ) -> None:
         self._catalog = catalog
         self._address = address
+        self._credentials = credentials
         self._silence_s = silence_s
         self._rng = rng or random.Random()  # noqa: S311 - jitter, not a secret
         self._failures = 0
@@ -103,7 +129,7 @@ class CatalogWatch:
         request = adapter_pb2.WatchRequest()
         if resume:
             request.store_id, request.revision = held.store_id, held.revision
-        call = stub.Watch(request)
+        call = stub.Watch(request, metadata=self._credentials)
         stream = aiter(call)
         fresh: list[Entry] = []
         in_step = False

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import structlog
 
+from loraplex.credentials import Metadata
 from loraplex.worker.v1 import worker_pb2_grpc
 from router.discovery import LOOKUP_INTERVAL_S, DnsWorkers, WorkerSource, follow_dns
 from router.fleet_link import Flight, Link
@@ -28,11 +29,14 @@ class Fleet:
         self,
         source: WorkerSource,
         *,
+        credentials: Metadata = (),
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
         lookup_interval_s: float = LOOKUP_INTERVAL_S,
     ) -> None:
         self._source = source
+        self.credentials = credentials
+        """What goes with every call to a worker."""
         self._clock = clock
         self._rng = rng or random.Random()  # noqa: S311 - jitter, not a secret
         self._lookup_interval_s = lookup_interval_s
@@ -47,7 +51,9 @@ class Fleet:
                 self._wanted = frozenset(addresses)
                 for address in addresses:
                     if address not in self._links:
-                        link = self._links[address] = Link(address, clock=self._clock, rng=self._rng)
+                        link = self._links[address] = Link(
+                            address, credentials=self.credentials, clock=self._clock, rng=self._rng
+                        )
                         tasks.create_task(self._keep(link))
 
             if isinstance(self._source, DnsWorkers):

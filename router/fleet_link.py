@@ -13,6 +13,7 @@ from grpc import aio
 
 from common.backoff import Backoff
 from common.rpc import open_channel
+from loraplex.credentials import Metadata
 from loraplex.worker.v1 import worker_pb2, worker_pb2_grpc
 from router.fleet_status import WorkerStatus
 from router.placement import State, WorkerView
@@ -58,8 +59,11 @@ class Flight:
 class Link:
     """Follows one address until it is no longer wanted. `clock` returns monotonic seconds."""
 
-    def __init__(self, address: str, *, clock: Callable[[], float], rng: random.Random) -> None:
+    def __init__(
+        self, address: str, *, credentials: Metadata = (), clock: Callable[[], float], rng: random.Random
+    ) -> None:
         self.address = address
+        self._credentials = credentials
         self._clock = clock
         self._channel = open_channel(address, _SMALL_WINDOWS)
         self.stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(self._channel)
@@ -93,7 +97,7 @@ class Link:
 
     async def _follow(self) -> str:
         """Read one status stream to its end. Returns why it ended."""
-        call = self.stub.WatchStatus(worker_pb2.WatchStatusRequest())
+        call = self.stub.WatchStatus(worker_pb2.WatchStatusRequest(), metadata=self._credentials)
         stream = aiter(call)
         try:
             while True:

@@ -158,6 +158,11 @@ class WorkerStream:
 
     def _typed(self, error: aio.AioRpcError) -> errors.LoraplexError:
         typed = errors.from_rpc_error(error)
+        if isinstance(typed, errors.Unauthenticated):  # the cluster's fault, not the client's
+            return errors.Unavailable(
+                f"worker {self.worker_id} refuses this router's cluster token; both need the same one",
+                worker_id=self.worker_id,
+            )
         if errors.carries_details(error):
             return typed  # the worker itself said so
         if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
@@ -281,7 +286,9 @@ class Forwarder:
         flight = self._fleet.begin(worker.address, prompt_tokens_on(worker, placement), placement.artifact_digest)
         trace = CallTrace(worker.worker_id, attempt)
         call = self._fleet.stub(worker.address).Generate(
-            request, timeout=remaining_s, metadata=((REQUEST_ID_KEY, request.request_id), *trace.metadata())
+            request,
+            timeout=remaining_s,
+            metadata=((REQUEST_ID_KEY, request.request_id), *self._fleet.credentials, *trace.metadata()),
         )
         stream = WorkerStream(call, flight, worker.worker_id, trace, self._streams.discard)
         self._streams.add(stream)

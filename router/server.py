@@ -12,9 +12,12 @@ import structlog
 from common.activity import Activity
 from common.admin import Admin, held_by
 from common.call_interceptor import CallInterceptor, CallMetrics
+from common.config import is_loopback
 from common.http_server import HttpServer, bind
 from common.rpc import Server
+from loraplex.credentials import bearer
 from loraplex.router.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc, models_pb2, models_pb2_grpc
+from router.access import Access
 from router.catalog import Catalog
 from router.catalog_cache import CacheWriter, load_into
 from router.catalog_watch import CatalogWatch
@@ -41,7 +44,14 @@ class Router:
         self._settings = settings
         self._is_stopping = False
         self.catalog = Catalog(settings.registry)
-        self.fleet = Fleet(parse_workers(settings.workers))
+        credentials = bearer(settings.cluster_secret)
+        self._catalog_watch = CatalogWatch(self.catalog, settings.registry, credentials=credentials)
+        self.fleet = Fleet(parse_workers(settings.workers), credentials=credentials)
+        self.access = Access(
+            self.catalog,
+            cluster_token=settings.cluster_secret,
+            asks_always=not (settings.insecure or is_loopback(settings.host)),
+        )
         self.metrics = Metrics(self.catalog, self.fleet)
         self._activity = Activity()
         self.inference = Inference(
@@ -52,9 +62,9 @@ class Router:
             request_timeout_s=settings.request_timeout_s,
         )
         inference, models, fleet = (
-            InferenceService(self.inference),
-            ModelService(self.catalog),
-            FleetService(self.fleet, self.catalog),
+            InferenceService(self.inference, self.access),
+            ModelService(self.catalog, self.access),
+            FleetService(self.fleet, self.catalog, self.access),
         )
         self._grpc = Server(
             [
@@ -70,7 +80,14 @@ class Router:
             outer=[CallInterceptor(CallMetrics(self.metrics.registry), self._activity)],
         )
         admin = Admin(self.why_not_ready, self.metrics.read, self._resources)
-        app = make_app(self.inference, self.catalog, admin, self._activity, max_body_bytes=settings.max_body_bytes)
+        app = make_app(
+            self.inference,
+            self.catalog,
+            self.access,
+            admin,
+            self._activity,
+            max_body_bytes=settings.max_body_bytes,
+        )
         self._http = HttpServer(app, stop_timeout_s=_CUT_S)
         self.grpc_port = 0
         self.http_port = 0
@@ -103,7 +120,7 @@ class Router:
                 async with asyncio.TaskGroup() as tasks:
                     serving = tasks.create_task(self._http.serve([listener]))
                     background = [
-                        tasks.create_task(CatalogWatch(self.catalog, settings.registry).run()),
+                        tasks.create_task(self._catalog_watch.run()),
                         tasks.create_task(self.fleet.run()),
                         tasks.create_task(self._tell_ready()),
                     ]

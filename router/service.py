@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from google.protobuf.timestamp_pb2 import Timestamp
 from grpc import aio
 
+from common.bearer import sent_authorization
 from common.pages import page_of
-from common.tenancy import DEFAULT_TENANT
 from loraplex.errors import EmptyPrompt
 from loraplex.metadata_keys import MIN_REVISION_KEY, REQUEST_ID_KEY
 from loraplex.router.v1 import (
@@ -21,6 +22,7 @@ from loraplex.router.v1 import (
     models_pb2_grpc,
 )
 from loraplex.types.v1 import generation_pb2
+from router.access import Access
 from router.catalog import Adapter, Base, Catalog, Version, parse_min_revision
 from router.fleet import Fleet
 from router.forward import Job
@@ -40,8 +42,9 @@ def check_input(request: inference_pb2.GenerateRequest) -> None:
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """The public front of the cluster over gRPC."""
 
-    def __init__(self, inference: Inference) -> None:
+    def __init__(self, inference: Inference, access: Access) -> None:
         self._inference = inference
+        self._access = access
 
     async def Generate(  # noqa: N802 - the name is the RPC's
         self, request: inference_pb2.GenerateRequest, context: aio.ServicerContext[Any, Any]
@@ -49,14 +52,17 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Relay one generation from a worker."""
         inference = self._inference
         metadata = dict(context.invocation_metadata() or ())
-        with inference.observed("grpc") as observation, inference.admitted(DEFAULT_TENANT):
+        with ExitStack() as held:
+            observation = held.enter_context(inference.observed("grpc"))
+            tenant = self._access.client(_authorization(context))
+            held.enter_context(inference.admitted(tenant))
             request_id = request_id_from(_text(metadata, REQUEST_ID_KEY))
             operation = "chat" if request.WhichOneof("input") == "chat" else "text_completion"
             name_request(request_id, request.model, operation)
             check_input(request)
             deadline_s = inference.deadline_s(context.time_remaining())
-            resolved = await inference.resolve(DEFAULT_TENANT, request.model, _text(metadata, MIN_REVISION_KEY))
-            stream = await inference.open(Job(request_id, DEFAULT_TENANT, resolved, request, deadline_s))
+            resolved = await inference.resolve(tenant, request.model, _text(metadata, MIN_REVISION_KEY))
+            stream = await inference.open(Job(request_id, tenant, resolved, request, deadline_s))
             try:
                 observation.first_event()
                 await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
@@ -80,6 +86,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
 def _min_revision(context: aio.ServicerContext[Any, Any]) -> int:
     return parse_min_revision(_text(dict(context.invocation_metadata() or ()), MIN_REVISION_KEY))
+
+
+def _authorization(context: aio.ServicerContext[Any, Any]) -> str | None:
+    return sent_authorization(context.invocation_metadata())
 
 
 def _text(metadata: dict[str, str | bytes], key: str) -> str | None:
@@ -116,15 +126,17 @@ def _adapter_model(name: str, base_id: str, version: Version) -> models_pb2.Mode
 class ModelService(models_pb2_grpc.ModelServiceServicer):
     """The models a caller may name."""
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, access: Access) -> None:
         self._catalog = catalog
+        self._access = access
 
     async def ListModels(  # noqa: N802 - the name is the RPC's
         self, request: models_pb2.ListModelsRequest, context: aio.ServicerContext[Any, Any]
     ) -> models_pb2.ListModelsResponse:
         """List bases, then adapters."""
+        tenant = self._access.reader(_authorization(context))
         snapshot = await self._catalog.at_least(_min_revision(context))
-        models = snapshot.models(DEFAULT_TENANT)
+        models = snapshot.models(tenant)
         page, token = page_of("models", models, _model_key, request.page_size, request.page_token)
         return models_pb2.ListModelsResponse(models=[to_model(item) for item in page], next_page_token=token)
 
@@ -132,8 +144,9 @@ class ModelService(models_pb2_grpc.ModelServiceServicer):
         self, request: models_pb2.GetModelRequest, context: aio.ServicerContext[Any, Any]
     ) -> models_pb2.GetModelResponse:
         """Tell what a name means now."""
+        tenant = self._access.reader(_authorization(context))
         snapshot = await self._catalog.at_least(_min_revision(context))
-        resolved = snapshot.resolve(DEFAULT_TENANT, request.name)
+        resolved = snapshot.resolve(tenant, request.name)
         if resolved.version is None:
             model = to_model(snapshot.bases[resolved.base_id])
         else:
@@ -144,16 +157,18 @@ class ModelService(models_pb2_grpc.ModelServiceServicer):
 class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     """What this router knows of its workers."""
 
-    def __init__(self, fleet: Fleet, catalog: Catalog) -> None:
+    def __init__(self, fleet: Fleet, catalog: Catalog, access: Access) -> None:
         self._fleet = fleet
         self._catalog = catalog
+        self._access = access
 
     async def ListWorkers(  # noqa: N802 - the name is the RPC's
         self,
         request: fleet_pb2.ListWorkersRequest,
-        context: aio.ServicerContext[Any, Any],  # noqa: ARG002 - gRPC passes it
+        context: aio.ServicerContext[Any, Any],
     ) -> fleet_pb2.ListWorkersResponse:
         """List the workers by id."""
+        self._access.operator(_authorization(context))
         views = sorted(self._fleet.views(), key=_worker_key)
         page, token = page_of("workers", views, _worker_key, request.page_size, request.page_token)
         names: dict[str, list[str]] = {}

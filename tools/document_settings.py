@@ -14,6 +14,7 @@ from typing import Final, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from common.config import ServiceSettings
+from common.secret_settings import is_secret, shared_name
 from registry.settings import RegistrySettings
 from router.settings import RouterSettings
 from worker.settings import WorkerSettings
@@ -32,8 +33,11 @@ A service takes each setting from its command line, else from the environment, e
 with exit status 2 and a line per problem. `python -m <service> --help` prints the same. `loraplex up` sets what it has
 an option for; everything else reaches its services through the environment.
 
+Secrets have no flag: everybody on a machine can read its command lines. `docs/security.md` tells what they protect.
+
 The command line itself reads `LORAPLEX_ROUTER` and `LORAPLEX_REGISTRY` (by default 127.0.0.1:50050 and
-127.0.0.1:50051), `XDG_STATE_HOME`, `XDG_CACHE_HOME` and `NO_COLOR`.
+127.0.0.1:50051), `LORAPLEX_API_KEY`, `LORAPLEX_CLUSTER_TOKEN` and `LORAPLEX_CLUSTER_TOKEN_FILE`, `XDG_STATE_HOME`,
+`XDG_CACHE_HOME` and `NO_COLOR`.
 """
 
 
@@ -49,8 +53,9 @@ def _table(fields: Mapping[str, FieldInfo], prefix: str) -> list[str]:
     lines = ["| flag | environment | default | meaning |", "|---|---|---|---|"]
     for name, field in fields.items():
         choices = f": {', '.join(get_args(field.annotation))}" if get_origin(field.annotation) is Literal else ""
-        flag = f"--{name.replace('_', '-')}"
-        lines.append(f"| `{flag}` | `{prefix}{name.upper()}` | {_default(field)} | {field.description}{choices} |")
+        flag = "" if is_secret(field) else f"`--{name.replace('_', '-')}`"
+        variable = shared_name(name) or f"{prefix}{name.upper()}"
+        lines.append(f"| {flag} | `{variable}` | {_default(field)} | {field.description}{choices} |")
     return lines
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from common.config import load_settings
+from common.exposure import warn_where_open
 from common.lifecycle import stop_on_signals
 from common.telemetry import configure_logs
 from common.tracing import tracing
@@ -25,6 +26,7 @@ def main(argv: Sequence[str]) -> int:
     """Run a worker until a signal; returns the exit status: 1, after one line that says why, where it cannot run."""
     settings = load_settings(WorkerSettings, "worker", argv)
     configure_logs("worker", level=settings.log_level, log_format=settings.log_format)
+    warn_where_open(settings)
     problems: list[BaseException] = []
     try:
         with tracing("worker", settings.otlp_endpoint, instance=settings.worker_id):

@@ -16,8 +16,10 @@ import structlog
 
 from common.activity import Activity
 from common.admin import Admin, bind_admin, held_by, serving_admin
+from common.bearer import cluster_guards
 from common.call_interceptor import CallInterceptor
 from common.rpc import Server
+from loraplex.credentials import bearer
 from loraplex.manifest import read_manifest
 from loraplex.worker.v1 import worker_pb2
 from loraplex.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
@@ -66,7 +68,7 @@ class WorkerApp:
         self._engine = EngineClient(self._engine_changed, patience)
         self._admission = Admission(settings.max_waiting_requests, self._changed)
         self._board = StatusBoard(self._assemble)
-        self._source = RegistrySource(settings.registry)
+        self._source = RegistrySource(settings.registry, credentials=bearer(settings.cluster_secret))
         self._store = AdapterStore(
             settings.cache_dir / "artifacts",
             self._source,
@@ -88,7 +90,7 @@ class WorkerApp:
             )
         )
         calls = CallInterceptor(self._metrics.calls, self._activity)
-        self._server = Server([self._register], [_SERVICE], outer=[calls])
+        self._server = Server([self._register], [_SERVICE], cluster_guards(settings.cluster_secret), outer=[calls])
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop`, then drain.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 
-from loraplex.cli import adapters, bases, workers
+from loraplex.cli import adapters, bases, keys, workers
 from loraplex.cli.app import new_group
 from loraplex.cli.chat import chat
 from loraplex.cli.demo import demo
@@ -21,6 +21,7 @@ app.command()(generate)
 app.command()(chat)
 app.add_typer(adapters.app, name="adapter")
 app.add_typer(bases.app, name="base")
+app.add_typer(keys.app, name="key")
 app.add_typer(workers.app, name="worker")
 app.command()(models)
 app.command()(version)

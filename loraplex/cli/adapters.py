@@ -14,7 +14,7 @@ from loraplex.cli import output
 from loraplex.cli.app import new_group
 from loraplex.cli.options import REGISTRY, ROUTER, Json, Registry, Router, Wait
 from loraplex.client import Client
-from loraplex.errors import CatalogBehind, ModelNotFound, Unavailable
+from loraplex.errors import CatalogBehind, ModelNotFound, Unauthenticated, Unavailable
 from loraplex.peft_folder import read_adapter_folder
 from loraplex.records import AdapterVersion
 
@@ -163,6 +163,10 @@ def _wait_for_router(client: Client, name: str, artifact_digest: str | None, *, 
                 continue
             if wait:
                 raise
+        except Unauthenticated:
+            if wait:
+                raise
+            output.note("note: the router asks for an API key, so whether it serves this already is not known")
         except Unavailable as error:
             if wait or error.metadata.get("service") != "router":
                 raise

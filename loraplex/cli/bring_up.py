@@ -13,7 +13,14 @@ from loraplex.cli.base_source import Base
 from loraplex.cli.cluster import Cluster, ClusterPlan
 from loraplex.cli.folders import cache_dir
 from loraplex.client import AsyncClient
-from loraplex.errors import AlreadyExists, Cancelled, CatalogBehind, DeadlineExceeded, FailedPrecondition
+from loraplex.errors import (
+    AlreadyExists,
+    Cancelled,
+    CatalogBehind,
+    DeadlineExceeded,
+    FailedPrecondition,
+    Unauthenticated,
+)
 from loraplex.manifest import BaseManifest, read_manifest, weight_files
 from loraplex.records import AdapterRegistration, Model
 
@@ -84,12 +91,37 @@ async def _while_starting(folder: Path, cluster: Cluster, say: Callable[[str], N
         hashing.cancel()
 
 
+async def known_models(client: AsyncClient) -> list[Model]:
+    """Ask the router, or the registry where the router wants an API key that we have not got."""
+    try:
+        return [model async for model in client.list_models()]
+    except Unauthenticated:
+        models = [
+            Model(base.base_id, "", base.digest, "", "", 0, 0, base.create_time) async for base in client.list_bases()
+        ]
+        async for adapter in client.list_adapters():
+            now = adapter.current
+            models.append(
+                Model(
+                    adapter.name,
+                    adapter.base_id,
+                    now.base_digest,
+                    now.version_digest,
+                    now.artifact_digest,
+                    now.rank,
+                    now.artifact_bytes,
+                    now.create_time,
+                )
+            )
+        return models
+
+
 async def _serving_models(client: AsyncClient, num_workers: int) -> list[Model]:
     """Wait until the router's catalog has our changes and every worker's status has reached it."""
     deadline = asyncio.get_running_loop().time() + SERVING_WAIT_S
     while True:
         try:
-            models = [model async for model in client.list_models()]
+            models = await known_models(client)
             states = [worker.state async for worker in client.list_workers()]
         except CatalogBehind:
             models, states = [], []

@@ -57,7 +57,7 @@ def up(
     ] = False,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Allow an address that others can reach; nothing is encrypted yet.")
+        bool, typer.Option("--insecure", help="Allow an address that others can reach without a cluster token.")
     ] = False,
     router_port: Annotated[int, typer.Option(metavar="PORT", help="Router, gRPC; 0 picks a free one.")] = 50050,
     http_port: Annotated[int, typer.Option(metavar="PORT", help="Router, HTTP.")] = 8080,

@@ -5,8 +5,16 @@ from __future__ import annotations
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from loraplex.manifest import BaseManifest, TensorInfo
-from loraplex.registry.v1 import adapter_pb2, base_model_pb2
-from registry.domain import AdapterRecord, BaseModelRecord, DeletedAdapter, Entry, VersionRecord
+from loraplex.registry.v1 import adapter_pb2, api_key_pb2, base_model_pb2
+from registry.domain import (
+    AdapterRecord,
+    ApiKeyRecord,
+    BaseModelRecord,
+    DeletedAdapter,
+    DeletedApiKey,
+    Entry,
+    VersionRecord,
+)
 
 
 def timestamp(time_us: int) -> Timestamp:
@@ -68,6 +76,18 @@ def entry_message(entry: Entry) -> adapter_pb2.CatalogEntry:
         case DeletedAdapter():
             key = adapter_pb2.AdapterKey(tenant=entry.tenant, name=entry.name)
             return adapter_pb2.CatalogEntry(deleted_adapter=key)
+        case ApiKeyRecord():
+            hashed = api_key_pb2.ApiKeyHash(key_id=entry.key_id, tenant=entry.tenant, key_sha256=entry.key_sha256)
+            return adapter_pb2.CatalogEntry(api_key=hashed)
+        case DeletedApiKey():
+            return adapter_pb2.CatalogEntry(deleted_api_key_id=entry.key_id)
+
+
+def api_key_message(key: ApiKeyRecord) -> api_key_pb2.ApiKey:
+    """Return what clients may see of a key."""
+    return api_key_pb2.ApiKey(
+        key_id=key.key_id, tenant=key.tenant, name=key.name, create_time=timestamp(key.create_time_us)
+    )
 
 
 def manifest_of(message: base_model_pb2.BaseModelManifest) -> BaseManifest:

@@ -13,9 +13,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.activity import Activity
 from common.admin import Admin, admin_routes
-from common.tenancy import DEFAULT_TENANT
 from loraplex.errors import InvalidRequest, LoraplexError, NotFound
-from loraplex.metadata_keys import MIN_REVISION_KEY
+from loraplex.metadata_keys import AUTHORIZATION_KEY, MIN_REVISION_KEY
+from router.access import Access
 from router.catalog import Adapter, Base, Catalog, parse_min_revision
 from router.http.answers import ChatAnswer, CompletionAnswer
 from router.http.errors import error_answer, error_object
@@ -70,22 +70,25 @@ class Counted:
 class Models:
     """GET /v1/models and /v1/models/{id}."""
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, access: Access) -> None:
         self._catalog = catalog
+        self._access = access
 
     async def all(self, request: Request) -> Response:
         """List the models a request may name."""
+        tenant = self._access.reader(request.headers.get(AUTHORIZATION_KEY))
         snapshot = await self._catalog.at_least(parse_min_revision(request.headers.get(MIN_REVISION_KEY)))
-        data = [model_object(item) for item in snapshot.models(DEFAULT_TENANT)]
+        data = [model_object(item) for item in snapshot.models(tenant)]
         return JSONResponse({"object": "list", "data": data})
 
     async def one(self, request: Request) -> Response:
         """Tell one model; `name@prefix` tells the version it means."""
+        tenant = self._access.reader(request.headers.get(AUTHORIZATION_KEY))
         snapshot = await self._catalog.at_least(parse_min_revision(request.headers.get(MIN_REVISION_KEY)))
-        resolved = snapshot.resolve(DEFAULT_TENANT, request.path_params["model"])
+        resolved = snapshot.resolve(tenant, request.path_params["model"])
         if resolved.version is None:
             return JSONResponse(model_object(snapshot.bases[resolved.base_id]))
-        adapter = Adapter(DEFAULT_TENANT, resolved.model, resolved.base_id, resolved.version, (resolved.version,))
+        adapter = Adapter(tenant, resolved.model, resolved.base_id, resolved.version, (resolved.version,))
         return JSONResponse(model_object(adapter))
 
 
@@ -113,15 +116,18 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
 def make_app(
     inference: Inference,
     catalog: Catalog,
+    access: Access,
     admin: Admin,
     activity: Activity,
     *,
     max_body_bytes: int,
 ) -> Starlette:
     """Return the ASGI application."""
-    models = Models(catalog)
-    chat = GenerationEndpoint(inference, chat_plan, ChatAnswer, max_body_bytes=max_body_bytes)
-    completions = GenerationEndpoint(inference, completion_plan, CompletionAnswer, max_body_bytes=max_body_bytes)
+    models = Models(catalog, access)
+    chat = GenerationEndpoint(inference, access, chat_plan, ChatAnswer, max_body_bytes=max_body_bytes)
+    completions = GenerationEndpoint(
+        inference, access, completion_plan, CompletionAnswer, max_body_bytes=max_body_bytes
+    )
     return Starlette(
         routes=[
             Route("/v1/chat/completions", Counted(chat, activity), methods=["POST"]),

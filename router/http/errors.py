@@ -13,6 +13,8 @@ from loraplex.errors import LoraplexError, ModelNotFound, RequestTimeout, TooLar
 
 _HTTP_STATUS: Final[Mapping[grpc.StatusCode, int]] = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.UNAUTHENTICATED: 401,
+    grpc.StatusCode.PERMISSION_DENIED: 403,
     grpc.StatusCode.NOT_FOUND: 404,
     grpc.StatusCode.ALREADY_EXISTS: 409,
     grpc.StatusCode.FAILED_PRECONDITION: 409,
@@ -47,6 +49,8 @@ def error_object(error: LoraplexError) -> dict[str, Any]:
 def error_answer(error: LoraplexError, request_id: str) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
     """Return status, headers and body that tell of `error`."""
     headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())]
+    if error.code is grpc.StatusCode.UNAUTHENTICATED:
+        headers.append((b"www-authenticate", b"Bearer"))
     if error.retry_after_s is not None:
         headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode()))
     return http_status(error), headers, json.dumps(error_object(error)).encode()

@@ -17,11 +17,11 @@ import structlog
 from starlette.types import Receive, Scope, Send
 
 from common import tracing
-from common.tenancy import DEFAULT_TENANT
 from loraplex.errors import DeadlineExceeded, LoraplexError
-from loraplex.metadata_keys import MIN_REVISION_KEY, REQUEST_ID_KEY
+from loraplex.metadata_keys import AUTHORIZATION_KEY, MIN_REVISION_KEY, REQUEST_ID_KEY
 from loraplex.types.v1 import generation_pb2
 from loraplex.worker.v1 import worker_pb2
+from router.access import Access
 from router.catalog import Resolved
 from router.forward import Job, WorkerStream
 from router.http.answers import DONE, Answer, Head, Total, finish_reason
@@ -59,6 +59,7 @@ class _Exchange:
     """One HTTP request under way."""
 
     plan: Plan
+    tenant: str
     request_id: str
     min_revision: str | None
     observation: Observation
@@ -72,12 +73,14 @@ class GenerationEndpoint:
     def __init__(
         self,
         inference: Inference,
+        access: Access,
         plan: Callable[[Mapping[str, Any]], Plan],
         answer: Callable[[Head], Answer],
         *,
         max_body_bytes: int,
     ) -> None:
         self._inference = inference
+        self._access = access
         self._plan = plan
         self._answer = answer
         self._max_body_bytes = max_body_bytes
@@ -92,10 +95,11 @@ class GenerationEndpoint:
         try:
             with self._inference.observed("http") as observation:
                 request_id = request_id_from(header(scope, REQUEST_ID_KEY))
+                tenant = self._access.client(header(scope, AUTHORIZATION_KEY))
                 plan = self._plan(parse_json(await read_body(receive, self._max_body_bytes)))
                 name_request(request_id, plan.model, trace.operation)
-                with self._inference.admitted(DEFAULT_TENANT, len(plan.requests)):
-                    exchange = _Exchange(plan, request_id, header(scope, MIN_REVISION_KEY), observation, send)
+                with self._inference.admitted(tenant, len(plan.requests)):
+                    exchange = _Exchange(plan, tenant, request_id, header(scope, MIN_REVISION_KEY), observation, send)
                     await until_client_leaves(receive, self._serve(exchange))
         except ClientGone as error:
             trace.failed(error)
@@ -116,9 +120,9 @@ class GenerationEndpoint:
         try:
             # The calls below have the deadline themselves; this one is for a client that reads too slowly.
             async with asyncio.timeout(inference.request_timeout_s + _SEND_GRACE_S):
-                resolved = await inference.resolve(DEFAULT_TENANT, plan.model, exchange.min_revision)
+                resolved = await inference.resolve(exchange.tenant, plan.model, exchange.min_revision)
                 jobs = [
-                    Job(_job_id(exchange, number), DEFAULT_TENANT, resolved, request, deadline_s)
+                    Job(_job_id(exchange, number), exchange.tenant, resolved, request, deadline_s)
                     for number, request in enumerate(plan.requests)
                 ]
                 streams = await inference.open_all(jobs)

@@ -17,7 +17,8 @@ from grpc import aio
 
 from common import tracing
 from common.rpc import open_channel
-from loraplex.errors import ArtifactNotFound, CorruptArtifact, LoraplexError, from_rpc_error
+from loraplex.credentials import Metadata
+from loraplex.errors import ArtifactNotFound, ArtifactUnreachable, CorruptArtifact, LoraplexError, from_rpc_error
 from loraplex.registry.v1.adapter_pb2 import DownloadArtifactRequest, DownloadArtifactResponse
 from loraplex.registry.v1.adapter_pb2_grpc import AdapterServiceStub
 
@@ -29,7 +30,6 @@ _FINAL_CODES: Final = frozenset(
     {
         grpc.StatusCode.INVALID_ARGUMENT,
         grpc.StatusCode.PERMISSION_DENIED,
-        grpc.StatusCode.UNAUTHENTICATED,
         grpc.StatusCode.UNIMPLEMENTED,
         grpc.StatusCode.FAILED_PRECONDITION,
         grpc.StatusCode.OUT_OF_RANGE,
@@ -64,10 +64,11 @@ class ArtifactSource(Protocol):
 
 
 class RegistrySource:
-    """Reads artifacts from a registry over one channel; `async with` owns the channel."""
+    """Reads artifacts from a registry over one channel; `async with` owns it. `credentials` go with every call."""
 
-    def __init__(self, address: str, *, stall_s: float = 15.0) -> None:
+    def __init__(self, address: str, *, credentials: Metadata = (), stall_s: float = 15.0) -> None:
         self._address = address
+        self._credentials = credentials
         self._stall_s = stall_s
         self._channel = open_channel(address)
         self._stub = AdapterServiceStub(self._channel)
@@ -99,9 +100,8 @@ class RegistrySource:
     async def open(self, artifact_digest: str, offset: int) -> AsyncIterator[ArtifactStream]:
         """See `ArtifactSource`."""
         span = tracing.start_client(_METHOD, {"rpc.system.name": "grpc", "rpc.method": _METHOD})
-        call = self._stub.DownloadArtifact(
-            DownloadArtifactRequest(artifact_digest=artifact_digest, offset=offset), metadata=tracing.outgoing(span)
-        )
+        request = DownloadArtifactRequest(artifact_digest=artifact_digest, offset=offset)
+        call = self._stub.DownloadArtifact(request, metadata=(*self._credentials, *tracing.outgoing(span)))
         try:
             first = await self._read(call, artifact_digest)
             if first is None or first.WhichOneof("part") != "info":
@@ -139,6 +139,8 @@ def _meaning(error: aio.AioRpcError, artifact_digest: str) -> Exception:
             f"the registry has no artifact {artifact_digest}; the adapter may have been deleted",
             artifact_digest=artifact_digest,
         )
+    if error.code() is grpc.StatusCode.UNAUTHENTICATED:  # the cluster's fault, not the client's
+        return ArtifactUnreachable("the registry refuses this worker's cluster token; both need the same one")
     typed: LoraplexError = from_rpc_error(error)
     if error.code() in _FINAL_CODES or isinstance(typed, CorruptArtifact):
         return typed

@@ -23,64 +23,65 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
+from loraplex.registry.v1 import api_key_pb2 as loraplex_dot_registry_dot_v1_dot_api__key__pb2
 from loraplex.registry.v1 import base_model_pb2 as loraplex_dot_registry_dot_v1_dot_base__model__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"loraplex/registry/v1/adapter.proto\x12\x14loraplex.registry.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a%loraplex/registry/v1/base_model.proto\"\x93\x02\n\x0e\x41\x64\x61pterVersion\x12\x16\n\x0eversion_digest\x18\x01 \x01(\t\x12\x17\n\x0f\x61rtifact_digest\x18\x02 \x01(\t\x12\x13\n\x0b\x62\x61se_digest\x18\x03 \x01(\t\x12\x0e\n\x06\x66ormat\x18\x04 \x01(\t\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\x16\n\x0e\x61rtifact_bytes\x18\x06 \x01(\x04\x12\x16\n\x0etarget_modules\x18\x07 \x03(\t\x12\x13\n\x0bnum_modules\x18\x08 \x01(\r\x12\x18\n\x10num_base_modules\x18\t \x01(\r\x12\r\n\x05\x64type\x18\n \x01(\t\x12/\n\x0b\x63reate_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x89\x02\n\x07\x41\x64\x61pter\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07\x62\x61se_id\x18\x03 \x01(\t\x12\x35\n\x07\x63urrent\x18\x04 \x01(\x0b\x32$.loraplex.registry.v1.AdapterVersion\x12\x36\n\x08versions\x18\x05 \x03(\x0b\x32$.loraplex.registry.v1.AdapterVersion\x12/\n\x0b\x63reate_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0bupdate_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"-\n\x0cUploadHeader\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x62\x61se_id\x18\x02 \x01(\t\">\n\nFileHeader\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\t\"\x9e\x01\n\x15UploadArtifactRequest\x12\x34\n\x06header\x18\x01 \x01(\x0b\x32\".loraplex.registry.v1.UploadHeaderH\x00\x12\x37\n\x0b\x66ile_header\x18\x02 \x01(\x0b\x32 .loraplex.registry.v1.FileHeaderH\x00\x12\x0e\n\x04\x64\x61ta\x18\x03 \x01(\x0cH\x00\x42\x06\n\x04part\"k\n\x16UploadArtifactResponse\x12.\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x1d.loraplex.registry.v1.Adapter\x12\x10\n\x08revision\x18\x02 \x01(\x04\x12\x0f\n\x07\x63hanged\x18\x03 \x01(\x08\"B\n\x17\x44ownloadArtifactRequest\x12\x17\n\x0f\x61rtifact_digest\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\"\"\n\x0c\x41rtifactInfo\x12\x12\n\nsize_bytes\x18\x01 \x01(\x04\"f\n\x18\x44ownloadArtifactResponse\x12\x32\n\x04info\x18\x01 \x01(\x0b\x32\".loraplex.registry.v1.ArtifactInfoH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"!\n\x11GetAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"D\n\x12GetAdapterResponse\x12.\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x1d.loraplex.registry.v1.Adapter\"<\n\x13ListAdaptersRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"`\n\x14ListAdaptersResponse\x12/\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x1d.loraplex.registry.v1.Adapter\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"$\n\x14\x44\x65leteAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\")\n\x15\x44\x65leteAdapterResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\"2\n\x0cWatchRequest\x12\x10\n\x08store_id\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\x04\"\xbd\x01\n\x0c\x43\x61talogEntry\x12\x35\n\nbase_model\x18\x01 \x01(\x0b\x32\x1f.loraplex.registry.v1.BaseModelH\x00\x12\x30\n\x07\x61\x64\x61pter\x18\x02 \x01(\x0b\x32\x1d.loraplex.registry.v1.AdapterH\x00\x12;\n\x0f\x64\x65leted_adapter\x18\x03 \x01(\x0b\x32 .loraplex.registry.v1.AdapterKeyH\x00\x42\x07\n\x05\x65ntry\"*\n\nAdapterKey\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\"C\n\x0cSnapshotPart\x12\x33\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\".loraplex.registry.v1.CatalogEntry\",\n\x06Synced\x12\x10\n\x08store_id\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\x04\"\x1b\n\x07Resumed\x12\x10\n\x08revision\x18\x01 \x01(\x04\"O\n\x06\x43hange\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12\x33\n\x07\x65ntries\x18\x02 \x03(\x0b\x32\".loraplex.registry.v1.CatalogEntry\"\"\n\tHeartbeat\x12\x15\n\rhead_revision\x18\x01 \x01(\x04\"\x98\x02\n\rWatchResponse\x12\x36\n\x08snapshot\x18\x01 \x01(\x0b\x32\".loraplex.registry.v1.SnapshotPartH\x00\x12.\n\x06synced\x18\x02 \x01(\x0b\x32\x1c.loraplex.registry.v1.SyncedH\x00\x12\x30\n\x07resumed\x18\x03 \x01(\x0b\x32\x1d.loraplex.registry.v1.ResumedH\x00\x12.\n\x06\x63hange\x18\x04 \x01(\x0b\x32\x1c.loraplex.registry.v1.ChangeH\x00\x12\x34\n\theartbeat\x18\x05 \x01(\x0b\x32\x1f.loraplex.registry.v1.HeartbeatH\x00\x42\x07\n\x05\x65vent2\xfa\x04\n\x0e\x41\x64\x61pterService\x12m\n\x0eUploadArtifact\x12+.loraplex.registry.v1.UploadArtifactRequest\x1a,.loraplex.registry.v1.UploadArtifactResponse(\x01\x12s\n\x10\x44ownloadArtifact\x12-.loraplex.registry.v1.DownloadArtifactRequest\x1a..loraplex.registry.v1.DownloadArtifactResponse0\x01\x12_\n\nGetAdapter\x12\'.loraplex.registry.v1.GetAdapterRequest\x1a(.loraplex.registry.v1.GetAdapterResponse\x12\x65\n\x0cListAdapters\x12).loraplex.registry.v1.ListAdaptersRequest\x1a*.loraplex.registry.v1.ListAdaptersResponse\x12h\n\rDeleteAdapter\x12*.loraplex.registry.v1.DeleteAdapterRequest\x1a+.loraplex.registry.v1.DeleteAdapterResponse\x12R\n\x05Watch\x12\".loraplex.registry.v1.WatchRequest\x1a#.loraplex.registry.v1.WatchResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"loraplex/registry/v1/adapter.proto\x12\x14loraplex.registry.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\"loraplex/registry/v1/api_key.proto\x1a%loraplex/registry/v1/base_model.proto\"\x93\x02\n\x0e\x41\x64\x61pterVersion\x12\x16\n\x0eversion_digest\x18\x01 \x01(\t\x12\x17\n\x0f\x61rtifact_digest\x18\x02 \x01(\t\x12\x13\n\x0b\x62\x61se_digest\x18\x03 \x01(\t\x12\x0e\n\x06\x66ormat\x18\x04 \x01(\t\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\x16\n\x0e\x61rtifact_bytes\x18\x06 \x01(\x04\x12\x16\n\x0etarget_modules\x18\x07 \x03(\t\x12\x13\n\x0bnum_modules\x18\x08 \x01(\r\x12\x18\n\x10num_base_modules\x18\t \x01(\r\x12\r\n\x05\x64type\x18\n \x01(\t\x12/\n\x0b\x63reate_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x89\x02\n\x07\x41\x64\x61pter\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07\x62\x61se_id\x18\x03 \x01(\t\x12\x35\n\x07\x63urrent\x18\x04 \x01(\x0b\x32$.loraplex.registry.v1.AdapterVersion\x12\x36\n\x08versions\x18\x05 \x03(\x0b\x32$.loraplex.registry.v1.AdapterVersion\x12/\n\x0b\x63reate_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0bupdate_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"-\n\x0cUploadHeader\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x62\x61se_id\x18\x02 \x01(\t\">\n\nFileHeader\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\t\"\x9e\x01\n\x15UploadArtifactRequest\x12\x34\n\x06header\x18\x01 \x01(\x0b\x32\".loraplex.registry.v1.UploadHeaderH\x00\x12\x37\n\x0b\x66ile_header\x18\x02 \x01(\x0b\x32 .loraplex.registry.v1.FileHeaderH\x00\x12\x0e\n\x04\x64\x61ta\x18\x03 \x01(\x0cH\x00\x42\x06\n\x04part\"k\n\x16UploadArtifactResponse\x12.\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x1d.loraplex.registry.v1.Adapter\x12\x10\n\x08revision\x18\x02 \x01(\x04\x12\x0f\n\x07\x63hanged\x18\x03 \x01(\x08\"B\n\x17\x44ownloadArtifactRequest\x12\x17\n\x0f\x61rtifact_digest\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\"\"\n\x0c\x41rtifactInfo\x12\x12\n\nsize_bytes\x18\x01 \x01(\x04\"f\n\x18\x44ownloadArtifactResponse\x12\x32\n\x04info\x18\x01 \x01(\x0b\x32\".loraplex.registry.v1.ArtifactInfoH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"!\n\x11GetAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"D\n\x12GetAdapterResponse\x12.\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x1d.loraplex.registry.v1.Adapter\"<\n\x13ListAdaptersRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"`\n\x14ListAdaptersResponse\x12/\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x1d.loraplex.registry.v1.Adapter\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"$\n\x14\x44\x65leteAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\")\n\x15\x44\x65leteAdapterResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\"2\n\x0cWatchRequest\x12\x10\n\x08store_id\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\x04\"\x90\x02\n\x0c\x43\x61talogEntry\x12\x35\n\nbase_model\x18\x01 \x01(\x0b\x32\x1f.loraplex.registry.v1.BaseModelH\x00\x12\x30\n\x07\x61\x64\x61pter\x18\x02 \x01(\x0b\x32\x1d.loraplex.registry.v1.AdapterH\x00\x12;\n\x0f\x64\x65leted_adapter\x18\x03 \x01(\x0b\x32 .loraplex.registry.v1.AdapterKeyH\x00\x12\x33\n\x07\x61pi_key\x18\x04 \x01(\x0b\x32 .loraplex.registry.v1.ApiKeyHashH\x00\x12\x1c\n\x12\x64\x65leted_api_key_id\x18\x05 \x01(\tH\x00\x42\x07\n\x05\x65ntry\"*\n\nAdapterKey\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\"C\n\x0cSnapshotPart\x12\x33\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\".loraplex.registry.v1.CatalogEntry\",\n\x06Synced\x12\x10\n\x08store_id\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\x04\"\x1b\n\x07Resumed\x12\x10\n\x08revision\x18\x01 \x01(\x04\"O\n\x06\x43hange\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12\x33\n\x07\x65ntries\x18\x02 \x03(\x0b\x32\".loraplex.registry.v1.CatalogEntry\"\"\n\tHeartbeat\x12\x15\n\rhead_revision\x18\x01 \x01(\x04\"\x98\x02\n\rWatchResponse\x12\x36\n\x08snapshot\x18\x01 \x01(\x0b\x32\".loraplex.registry.v1.SnapshotPartH\x00\x12.\n\x06synced\x18\x02 \x01(\x0b\x32\x1c.loraplex.registry.v1.SyncedH\x00\x12\x30\n\x07resumed\x18\x03 \x01(\x0b\x32\x1d.loraplex.registry.v1.ResumedH\x00\x12.\n\x06\x63hange\x18\x04 \x01(\x0b\x32\x1c.loraplex.registry.v1.ChangeH\x00\x12\x34\n\theartbeat\x18\x05 \x01(\x0b\x32\x1f.loraplex.registry.v1.HeartbeatH\x00\x42\x07\n\x05\x65vent2\xfa\x04\n\x0e\x41\x64\x61pterService\x12m\n\x0eUploadArtifact\x12+.loraplex.registry.v1.UploadArtifactRequest\x1a,.loraplex.registry.v1.UploadArtifactResponse(\x01\x12s\n\x10\x44ownloadArtifact\x12-.loraplex.registry.v1.DownloadArtifactRequest\x1a..loraplex.registry.v1.DownloadArtifactResponse0\x01\x12_\n\nGetAdapter\x12\'.loraplex.registry.v1.GetAdapterRequest\x1a(.loraplex.registry.v1.GetAdapterResponse\x12\x65\n\x0cListAdapters\x12).loraplex.registry.v1.ListAdaptersRequest\x1a*.loraplex.registry.v1.ListAdaptersResponse\x12h\n\rDeleteAdapter\x12*.loraplex.registry.v1.DeleteAdapterRequest\x1a+.loraplex.registry.v1.DeleteAdapterResponse\x12R\n\x05Watch\x12\".loraplex.registry.v1.WatchRequest\x1a#.loraplex.registry.v1.WatchResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'loraplex.registry.v1.adapter_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ADAPTERVERSION']._serialized_start=133
-  _globals['_ADAPTERVERSION']._serialized_end=408
-  _globals['_ADAPTER']._serialized_start=411
-  _globals['_ADAPTER']._serialized_end=676
-  _globals['_UPLOADHEADER']._serialized_start=678
-  _globals['_UPLOADHEADER']._serialized_end=723
-  _globals['_FILEHEADER']._serialized_start=725
-  _globals['_FILEHEADER']._serialized_end=787
-  _globals['_UPLOADARTIFACTREQUEST']._serialized_start=790
-  _globals['_UPLOADARTIFACTREQUEST']._serialized_end=948
-  _globals['_UPLOADARTIFACTRESPONSE']._serialized_start=950
-  _globals['_UPLOADARTIFACTRESPONSE']._serialized_end=1057
-  _globals['_DOWNLOADARTIFACTREQUEST']._serialized_start=1059
-  _globals['_DOWNLOADARTIFACTREQUEST']._serialized_end=1125
-  _globals['_ARTIFACTINFO']._serialized_start=1127
-  _globals['_ARTIFACTINFO']._serialized_end=1161
-  _globals['_DOWNLOADARTIFACTRESPONSE']._serialized_start=1163
-  _globals['_DOWNLOADARTIFACTRESPONSE']._serialized_end=1265
-  _globals['_GETADAPTERREQUEST']._serialized_start=1267
-  _globals['_GETADAPTERREQUEST']._serialized_end=1300
-  _globals['_GETADAPTERRESPONSE']._serialized_start=1302
-  _globals['_GETADAPTERRESPONSE']._serialized_end=1370
-  _globals['_LISTADAPTERSREQUEST']._serialized_start=1372
-  _globals['_LISTADAPTERSREQUEST']._serialized_end=1432
-  _globals['_LISTADAPTERSRESPONSE']._serialized_start=1434
-  _globals['_LISTADAPTERSRESPONSE']._serialized_end=1530
-  _globals['_DELETEADAPTERREQUEST']._serialized_start=1532
-  _globals['_DELETEADAPTERREQUEST']._serialized_end=1568
-  _globals['_DELETEADAPTERRESPONSE']._serialized_start=1570
-  _globals['_DELETEADAPTERRESPONSE']._serialized_end=1611
-  _globals['_WATCHREQUEST']._serialized_start=1613
-  _globals['_WATCHREQUEST']._serialized_end=1663
-  _globals['_CATALOGENTRY']._serialized_start=1666
-  _globals['_CATALOGENTRY']._serialized_end=1855
-  _globals['_ADAPTERKEY']._serialized_start=1857
-  _globals['_ADAPTERKEY']._serialized_end=1899
-  _globals['_SNAPSHOTPART']._serialized_start=1901
-  _globals['_SNAPSHOTPART']._serialized_end=1968
-  _globals['_SYNCED']._serialized_start=1970
-  _globals['_SYNCED']._serialized_end=2014
-  _globals['_RESUMED']._serialized_start=2016
-  _globals['_RESUMED']._serialized_end=2043
-  _globals['_CHANGE']._serialized_start=2045
-  _globals['_CHANGE']._serialized_end=2124
-  _globals['_HEARTBEAT']._serialized_start=2126
-  _globals['_HEARTBEAT']._serialized_end=2160
-  _globals['_WATCHRESPONSE']._serialized_start=2163
-  _globals['_WATCHRESPONSE']._serialized_end=2443
-  _globals['_ADAPTERSERVICE']._serialized_start=2446
-  _globals['_ADAPTERSERVICE']._serialized_end=3080
+  _globals['_ADAPTERVERSION']._serialized_start=169
+  _globals['_ADAPTERVERSION']._serialized_end=444
+  _globals['_ADAPTER']._serialized_start=447
+  _globals['_ADAPTER']._serialized_end=712
+  _globals['_UPLOADHEADER']._serialized_start=714
+  _globals['_UPLOADHEADER']._serialized_end=759
+  _globals['_FILEHEADER']._serialized_start=761
+  _globals['_FILEHEADER']._serialized_end=823
+  _globals['_UPLOADARTIFACTREQUEST']._serialized_start=826
+  _globals['_UPLOADARTIFACTREQUEST']._serialized_end=984
+  _globals['_UPLOADARTIFACTRESPONSE']._serialized_start=986
+  _globals['_UPLOADARTIFACTRESPONSE']._serialized_end=1093
+  _globals['_DOWNLOADARTIFACTREQUEST']._serialized_start=1095
+  _globals['_DOWNLOADARTIFACTREQUEST']._serialized_end=1161
+  _globals['_ARTIFACTINFO']._serialized_start=1163
+  _globals['_ARTIFACTINFO']._serialized_end=1197
+  _globals['_DOWNLOADARTIFACTRESPONSE']._serialized_start=1199
+  _globals['_DOWNLOADARTIFACTRESPONSE']._serialized_end=1301
+  _globals['_GETADAPTERREQUEST']._serialized_start=1303
+  _globals['_GETADAPTERREQUEST']._serialized_end=1336
+  _globals['_GETADAPTERRESPONSE']._serialized_start=1338
+  _globals['_GETADAPTERRESPONSE']._serialized_end=1406
+  _globals['_LISTADAPTERSREQUEST']._serialized_start=1408
+  _globals['_LISTADAPTERSREQUEST']._serialized_end=1468
+  _globals['_LISTADAPTERSRESPONSE']._serialized_start=1470
+  _globals['_LISTADAPTERSRESPONSE']._serialized_end=1566
+  _globals['_DELETEADAPTERREQUEST']._serialized_start=1568
+  _globals['_DELETEADAPTERREQUEST']._serialized_end=1604
+  _globals['_DELETEADAPTERRESPONSE']._serialized_start=1606
+  _globals['_DELETEADAPTERRESPONSE']._serialized_end=1647
+  _globals['_WATCHREQUEST']._serialized_start=1649
+  _globals['_WATCHREQUEST']._serialized_end=1699
+  _globals['_CATALOGENTRY']._serialized_start=1702
+  _globals['_CATALOGENTRY']._serialized_end=1974
+  _globals['_ADAPTERKEY']._serialized_start=1976
+  _globals['_ADAPTERKEY']._serialized_end=2018
+  _globals['_SNAPSHOTPART']._serialized_start=2020
+  _globals['_SNAPSHOTPART']._serialized_end=2087
+  _globals['_SYNCED']._serialized_start=2089
+  _globals['_SYNCED']._serialized_end=2133
+  _globals['_RESUMED']._serialized_start=2135
+  _globals['_RESUMED']._serialized_end=2162
+  _globals['_CHANGE']._serialized_start=2164
+  _globals['_CHANGE']._serialized_end=2243
+  _globals['_HEARTBEAT']._serialized_start=2245
+  _globals['_HEARTBEAT']._serialized_end=2279
+  _globals['_WATCHRESPONSE']._serialized_start=2282
+  _globals['_WATCHRESPONSE']._serialized_end=2562
+  _globals['_ADAPTERSERVICE']._serialized_start=2565
+  _globals['_ADAPTERSERVICE']._serialized_end=3199
 # @@protoc_insertion_point(module_scope)

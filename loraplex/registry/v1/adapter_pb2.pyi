@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from loraplex.registry.v1 import api_key_pb2 as _api_key_pb2
 from loraplex.registry.v1 import base_model_pb2 as _base_model_pb2
 import builtins as _builtins
 import sys
@@ -521,6 +522,10 @@ class CatalogEntry(_message.Message):
     BASE_MODEL_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     DELETED_ADAPTER_FIELD_NUMBER: _builtins.int
+    API_KEY_FIELD_NUMBER: _builtins.int
+    DELETED_API_KEY_ID_FIELD_NUMBER: _builtins.int
+    deleted_api_key_id: _builtins.str
+    """Id of an API key that is gone."""
     @_builtins.property
     def base_model(self) -> _base_model_pb2.BaseModel:
         """A base model."""
@@ -533,18 +538,24 @@ class CatalogEntry(_message.Message):
     def deleted_adapter(self) -> Global___AdapterKey:
         """An adapter that is gone."""
 
+    @_builtins.property
+    def api_key(self) -> _api_key_pb2.ApiKeyHash:
+        """An API key."""
+
     def __init__(
         self,
         *,
         base_model: _base_model_pb2.BaseModel | None = ...,
         adapter: Global___Adapter | None = ...,
         deleted_adapter: Global___AdapterKey | None = ...,
+        api_key: _api_key_pb2.ApiKeyHash | None = ...,
+        deleted_api_key_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "base_model", b"base_model", "deleted_adapter", b"deleted_adapter", "entry", b"entry"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "api_key", b"api_key", "base_model", b"base_model", "deleted_adapter", b"deleted_adapter", "deleted_api_key_id", b"deleted_api_key_id", "entry", b"entry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "base_model", b"base_model", "deleted_adapter", b"deleted_adapter", "entry", b"entry"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "api_key", b"api_key", "base_model", b"base_model", "deleted_adapter", b"deleted_adapter", "deleted_api_key_id", b"deleted_api_key_id", "entry", b"entry"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_entry: _TypeAlias = _typing.Literal["base_model", "adapter", "deleted_adapter"]  # noqa: Y015
+    _WhichOneofReturnType_entry: _TypeAlias = _typing.Literal["base_model", "adapter", "deleted_adapter", "api_key", "deleted_api_key_id"]  # noqa: Y015
     _WhichOneofArgType_entry: _TypeAlias = _typing.Literal["entry", b"entry"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_entry) -> _WhichOneofReturnType_entry | None: ...
 

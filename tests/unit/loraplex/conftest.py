@@ -14,7 +14,7 @@ import pytest
 from grpc import aio
 
 from common.rpc import Server
-from loraplex.errors import AdapterNotFound, AlreadyExists, CatalogBehind, ModelNotFound
+from loraplex.errors import AdapterNotFound, AlreadyExists, CatalogBehind, ModelNotFound, Unauthenticated
 from loraplex.registry.v1 import adapter_pb2, adapter_pb2_grpc, base_model_pb2, base_model_pb2_grpc
 from loraplex.router.v1 import (
     fleet_pb2,
@@ -44,6 +44,8 @@ class FakeCluster(
     catalog_lag: int = 0
     """So many router calls that ask for the newest revision are answered with CatalogBehind."""
     page_size: int = 2
+    asks_for_key: bool = False
+    """The router's ModelService then refuses calls without any authorization."""
     adapters: dict[str, adapter_pb2.Adapter] = field(default_factory=dict)
     bases: dict[str, base_model_pb2.BaseModel] = field(default_factory=dict)
     uploads: dict[str, dict[str, bytes]] = field(default_factory=dict)
@@ -82,6 +84,8 @@ class FakeCluster(
 
     async def GetModel(self, request, context) -> models_pb2.GetModelResponse:
         self._note(context)
+        if self.asks_for_key and "authorization" not in self.metadata[-1]:
+            raise Unauthenticated("an API key is needed")
         self._lag(context)
         if request.name in self.bases:
             return models_pb2.GetModelResponse(model=models_pb2.Model(name=request.name))

@@ -13,7 +13,16 @@ from loraplex.errors import FailedPrecondition, Unavailable
 from loraplex.registry.v1 import adapter_pb2 as a
 from registry.artifacts import ArtifactFolder
 from registry.database import migrate, open_engine, parse_url
-from registry.domain import AdapterRecord, BaseModelRecord, Change, DeletedAdapter, VersionRecord, cut_over
+from registry.domain import (
+    AdapterRecord,
+    ApiKeyRecord,
+    BaseModelRecord,
+    Change,
+    DeletedAdapter,
+    DeletedApiKey,
+    VersionRecord,
+    cut_over,
+)
 from registry.head_signal import HeadSignal
 from registry.service.garbage import collect
 from registry.service.watches import Watches
@@ -203,3 +212,22 @@ async def test_sqlite_runs_with_the_settings_that_keep_data_safe(tmp_path):
         ]
     await engine.dispose()
     assert values == ["wal", 2, 1]
+
+
+async def test_api_keys_are_entries_of_the_catalog_and_gone_when_deleted(store):
+    one, two = (ApiKeyRecord(f"id-{name}", "default", name, "0" * 64, 1) for name in ("one", "two"))
+    async with store.write() as transaction:
+        await transaction.put_api_key(two)
+        await transaction.put_api_key(one)
+    async with store.read() as reader:
+        assert await reader.api_keys("default") == [one, two]
+        assert await reader.api_keys("default", "id-one", 5) == [two]
+        assert await reader.api_keys("acme") == []
+        assert await reader.api_key("id-one") == await reader.api_key_named("default", "one") == one
+        assert {one, two} <= set((await reader.snapshot()).entries)
+    async with store.write() as transaction:
+        await transaction.delete_api_key("id-one")
+    async with store.read() as reader:
+        assert await reader.changes(1, 10) == [Change(2, (two, one)), Change(3, (DeletedApiKey("id-one"),))]
+        assert await reader.api_key("id-one") is None
+        assert one not in (await reader.snapshot()).entries

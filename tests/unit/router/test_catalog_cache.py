@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.catalog import Adapter, Base, CatalogSnapshot, Version
+from router.catalog import Adapter, ApiKey, Base, CatalogSnapshot, Version
 from router.catalog_cache import DamagedCache, decode, encode
 
 hexes = st.text("0123456789abcdef", min_size=4, max_size=4)
@@ -18,7 +18,7 @@ adapters = st.builds(
 )
 snapshots = st.builds(
     lambda entries, revision: CatalogSnapshot().apply(entries, store_id="s", revision=revision),
-    st.lists(st.one_of(adapters, st.builds(Base, hexes, hexes))),
+    st.lists(st.one_of(adapters, st.builds(Base, hexes, hexes), st.builds(ApiKey, hexes, hexes, hexes))),
     st.integers(0, 2**40),
 )
 

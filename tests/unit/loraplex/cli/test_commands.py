@@ -275,3 +275,17 @@ def test_every_command_has_help_and_json(run, command):
     ran = run(*command.split(), "--help")
     assert ran.code == 0
     assert "--json" in ran.out
+
+
+def test_a_router_that_asks_for_a_key_does_not_hinder_registering(run, fake_cluster, tiny_adapter, monkeypatch):
+    fake_cluster.asks_for_key = True
+    ran = run("adapter", "add", "sql", tiny_adapter)
+    assert (ran.code, "sql" in fake_cluster.adapters) == (0, True)
+    assert "asks for an API key" in ran.err
+    ran = run("adapter", "add", "sql", tiny_adapter, "--wait")
+    assert (ran.code, "an API key is needed" in ran.err) == (1, True)
+    monkeypatch.setenv("LORAPLEX_API_KEY", "lpx_abcd_secret")
+    assert run("adapter", "add", "sql", tiny_adapter, "--wait").code == 0
+    monkeypatch.setenv("LORAPLEX_API_KEY", "two words")
+    ran = run("models")
+    assert (ran.code, ran.err) == (1, "error: api_key has spaces or characters beyond ASCII; it is one word\n")
