@@ -64,9 +64,9 @@ def test_nothing_in_the_file_is_newer_than_compose_1_29():
 
 
 @pytest.mark.parametrize(("extra", "has", "lacks"), [
-    ("registry", {"alembic", "sqlalchemy"}, {"torch", "starlette", "tokenizers"}),
+    ("registry", {"alembic", "sqlalchemy"}, {"torch", "tokenizers"}),
     ("router", {"starlette", "uvicorn"}, {"torch", "sqlalchemy", "tokenizers"}),
-    ("worker", {"torch", "tokenizers"}, {"sqlalchemy", "starlette"}),
+    ("worker", {"torch", "tokenizers"}, {"sqlalchemy"}),
 ])  # fmt: skip
 def test_an_image_gets_what_its_service_needs_and_no_more(extra, has, lacks):
     listed = subprocess.run(
