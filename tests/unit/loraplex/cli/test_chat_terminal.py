@@ -14,7 +14,10 @@ import pytest
 from loraplex.registry.v1 import base_model_pb2
 
 # The first terminal that the leader of a new session opens controls it, so Ctrl-C there becomes SIGINT here.
-CONTROL = "import os, sys; os.open(os.ttyname(0), os.O_RDWR); os.execv(sys.argv[1], sys.argv[1:])"
+CONTROL = (
+    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "  # a shell's background jobs ignore it
+    "os.open(os.ttyname(0), os.O_RDWR); os.execv(sys.argv[1], sys.argv[1:])"
+)
 
 
 class Terminal:
