@@ -50,6 +50,16 @@ class Terminal:
                 got += os.read(self._ours, 4096).decode("utf-8", "replace")
         self.seen += got
 
+    def ask(self, text: str) -> None:
+        """Type a line and wait for the answer's first words; Enter, too, may come too early to be seen."""
+        self.type(text)
+        for _ in range(9):
+            self.type("\r")
+            with contextlib.suppress(AssertionError):
+                return self.until("xxx", 2.0)
+        self.type("\r")
+        return self.until("xxx")
+
     def press_until_it_ends(self, key: str) -> None:
         """Press a key again and again, as people do: one that comes just as input() begins to wait is not seen."""
         for _ in range(20):
@@ -75,17 +85,15 @@ def terminal(fake_cluster):
 
 def test_ctrl_c_ends_the_answer_but_not_the_conversation_and_ctrl_d_leaves(terminal, fake_cluster):
     terminal.until("you> ")
-    terminal.type("first\r")
-    terminal.until("xxx")
+    terminal.ask("first")
     terminal.type("\x03")
     terminal.until("(interrupted)")
     terminal.until("you> ")
     assert fake_cluster.cancelled.wait(5)
-    terminal.type("second\r")
-    terminal.until("xxx")
+    terminal.ask("second")
     terminal.type("\x03")
     terminal.until("you> ")
-    terminal.type("\x04")
+    terminal.press_until_it_ends("\x04")
     assert terminal.close() == 0
     said = [message.role for message in fake_cluster.requests[1].chat.messages]
     assert said == ["user", "assistant", "user"]
