@@ -4,6 +4,10 @@ The next token is a pure function of the adapter's bytes and all tokens before, 
 must not change it. Some prompt tokens are orders (see `Trigger`), so that tests across processes can ask for failures.
 An adapter is any file; one that starts with `corrupt` raises CorruptArtifact, with `crash` RuntimeError; one that
 starts with `slow` waits for `load_gate` (if there is one) or 0.2 s.
+
+The arena's contents are kept: every KV position holds a hash of the adapter and all tokens up to it, every chunk of an
+adapter that adapter's slot. A step that reads what is not what its own request or adapter wrote, or something equal,
+fails: so blocks may be shared, and no chunk may have two owners.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from pathlib import Path
 from loraplex.errors import CorruptArtifact
 from worker.engine.plan import (
     BASE_SLOT,
+    AdapterLoad,
     NewRequest,
     SampledLogprobs,
     SampledTokens,
@@ -43,7 +48,8 @@ class Trigger(IntEnum):
 class _Sequence:
     new: NewRequest
     tokens: list[int]  # prompt and what was sampled
-    computed: int = 0
+    hashes: list[int] = field(default_factory=list)  # of the adapter and tokens[: i + 1]
+    computed: int = -1  # nothing was computed yet
     blocks: tuple[int, ...] = ()
     slot: int | None = None
     adapter: bytes = b""  # by identity: another load of equal bytes is another adapter
@@ -74,6 +80,8 @@ class FakeRunner:
     max_context_tokens: int = 256
     block_tokens: int = 16
     total_blocks: int = 64
+    chunk_bytes: int = 4096
+    adapter_chunk_bytes: int = 4096
     eos_token: int = 0
     step_s: float = 0.0
     triggers: bool = False
@@ -88,7 +96,8 @@ class FakeRunner:
         self.eos_token_ids = frozenset({self.eos_token})
         self.sequences: dict[int, _Sequence] = {}
         self.adapters: dict[int, bytes] = {}
-        self.block_owner: dict[int, int] = {}
+        self.contents: list[dict[int, int]] = [{} for _ in range(self.total_blocks)]  # offset -> hash, -1 -> slot
+        self.adapter_chunks: dict[int, tuple[int, ...]] = {}
         self.plans: list[StepPlan] = []
         self.keep_plans = False
         self._lock = threading.Lock()
@@ -107,7 +116,7 @@ class FakeRunner:
         sampled = tuple([s for step in plan.sequences if (s := self._compute(step)) is not None])
         return StepResult(plan.step, sampled, tuple([s.request_id for s in sampled if self._is_broken(s.request_id)]))
 
-    def prepare_adapter(self, slot: int, path: Path) -> int:
+    def prepare_adapter(self, slot: int, path: Path, chunk_ids: tuple[int, ...]) -> AdapterLoad:
         data = path.read_bytes()
         if data.startswith(b"slow"):
             if self.load_gate is None:
@@ -121,23 +130,25 @@ class FakeRunner:
         with self._lock:
             assert slot not in self.adapters, f"slot {slot} is loaded over a resident adapter"
             self.adapters[slot] = data
-        return len(data)
+            used = -(-len(data) // self.adapter_chunk_bytes) if self.adapter_chunk_bytes else 0
+            assert used <= len(chunk_ids), "too few chunks were granted"
+            self.adapter_chunks[slot] = chunk_ids[:used]
+            for chunk in chunk_ids[:used]:
+                self.contents[chunk] = {-1: slot}
+        return AdapterLoad(len(data), used)
 
     def release_adapter(self, slot: int) -> None:
         with self._lock:
+            del self.adapter_chunks[slot]
             del self.adapters[slot]  # a request that still uses it fails its check in the next plan
 
     def _begin(self, plan: StepPlan) -> None:
         for request_id in plan.ended_request_ids:
             sequence = self.sequences.pop(request_id, None)
             assert sequence is not None or request_id in self._doubtful, f"unknown request {request_id} ended"
-            if sequence is not None:
-                for block in sequence.blocks:
-                    if self.block_owner.get(block) == request_id:
-                        del self.block_owner[block]
         for new in plan.new_requests:
             assert new.request_id not in self.sequences, f"request {new.request_id} is announced twice"
-            self.sequences[new.request_id] = _Sequence(new, list(new.prompt_token_ids))
+            self.sequences[new.request_id] = _Sequence(new, [*new.prompt_token_ids, *new.generated_token_ids])
         ids = [step.request_id for step in plan.sequences]
         assert ids, "an empty plan"
         assert len(set(ids)) == len(ids), "a request stands twice in a plan"
@@ -150,6 +161,8 @@ class FakeRunner:
         sequence = self.sequences[step.request_id]
         end = step.position + len(step.token_ids)
         assert step.token_ids, "a request computes no token"
+        if sequence.computed < 0:
+            sequence.computed = step.position  # what lies before was computed for another request, see below
         assert step.position == sequence.computed, "positions are not contiguous: KV is read before it is written"
         assert list(step.token_ids) == sequence.tokens[step.position : end], "tokens differ from the known ones"
         assert step.sample == (end == len(sequence.tokens)), "sampling before, or not at, the last known token"
@@ -161,10 +174,19 @@ class FakeRunner:
             if sequence.slot is None:
                 sequence.adapter = self.adapters[step.adapter_slot]
             assert sequence.adapter is self.adapters[step.adapter_slot], "the adapter changed under a request"
-        for block in step.block_ids:
+            for chunk in self.adapter_chunks[step.adapter_slot]:
+                assert self.contents[chunk] == {-1: step.adapter_slot}, f"chunk {chunk} of the adapter was overwritten"
+        assert len(set(step.block_ids)) == len(step.block_ids), "a block stands for two ranges of positions"
+        last = sequence.hashes[-1] if sequence.hashes else zlib.crc32(sequence.adapter)
+        for token in sequence.tokens[len(sequence.hashes) : end]:
+            last = hash((last, token))
+            sequence.hashes.append(last)
+        for index, block in enumerate(step.block_ids):
             assert 0 <= block < self.total_blocks
-            owner = self.block_owner.setdefault(block, step.request_id)
-            assert owner == step.request_id, f"KV block {block} has two owners"
+            at = min((index + 1) * self.block_tokens, step.position) - 1  # the last computed position of this block
+            if at >= index * self.block_tokens:
+                found = self.contents[block].get(at % self.block_tokens)
+                assert found == sequence.hashes[at], f"KV block {block} holds something else at position {at}"
         sequence.blocks = step.block_ids
         sequence.slot = step.adapter_slot
 
@@ -187,6 +209,11 @@ class FakeRunner:
 
     def _compute(self, step: SequenceStep) -> SampledTokens | None:
         sequence = self.sequences[step.request_id]
+        for position in range(step.position, step.position + len(step.token_ids)):
+            content = self.contents[step.block_ids[position // self.block_tokens]]
+            if -1 in content:
+                content.clear()  # an adapter that used this chunk before and has left, or else finds it gone
+            content[position % self.block_tokens] = sequence.hashes[position]
         sequence.computed += len(step.token_ids)
         self._doubtful.discard(step.request_id)
         if not step.sample:

@@ -51,6 +51,9 @@ class OpenedRunner(Runner, Protocol):
     max_context_tokens: int
     block_tokens: int
     total_blocks: int
+    chunk_bytes: int
+    adapter_chunk_bytes: int
+    """Bytes of a chunk that an adapter can use; 0 where adapters live outside the arena."""
     eos_token_ids: frozenset[int]
 
     def calibrate(self) -> tuple[float, float]:
@@ -164,6 +167,8 @@ def _config(options: EngineOptions, runner: OpenedRunner) -> EngineConfig:
         max_context_tokens=min(runner.max_context_tokens, kv_tokens),
         block_tokens=runner.block_tokens,
         total_blocks=runner.total_blocks,
+        chunk_bytes=runner.chunk_bytes,
+        adapter_chunk_bytes=runner.adapter_chunk_bytes,
         max_running_requests=options.max_running_requests,
         max_prefill_tokens=options.max_prefill_tokens,
         max_resident_adapters=options.max_resident_adapters,

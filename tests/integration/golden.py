@@ -95,6 +95,8 @@ class EngineSession:
             max_context_tokens=runner.max_context_tokens,
             block_tokens=runner.block_tokens,
             total_blocks=runner.total_blocks,
+            chunk_bytes=runner.chunk_bytes,
+            adapter_chunk_bytes=runner.adapter_chunk_bytes,
             max_running_requests=32,
             max_prefill_tokens=max_prefill_tokens,
             max_resident_adapters=max_resident_adapters,

@@ -74,7 +74,7 @@ class Golden:
         )
         for name, file in self.files.items():
             if file is not None:
-                runner.prepare_adapter(slot_of(name), Path(file.path))
+                runner.prepare_adapter(slot_of(name), Path(file.path), ())
         return runner
 
 

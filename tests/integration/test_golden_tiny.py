@@ -92,7 +92,7 @@ def test_first_logits_are_pefts(golden: Golden) -> None:
     for slot, name in enumerate(ADAPTERS):
         file = golden.files[name]
         assert file is not None
-        runner.prepare_adapter(slot, Path(file.path))
+        runner.prepare_adapter(slot, Path(file.path), ())
         with adapter_active(golden.model, name):
             expected = whole_logits(golden.model, PROMPT)[-1]
         with adapter_active(golden.model, None):

@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from worker.engine.blocks import BlockPool
 from worker.engine.config import EngineConfig
+from worker.engine.memory import Memory
 from worker.engine.request import Request
-from worker.engine.residency import Placement, Residency, Slot
+from worker.engine.residency import Placement, Slot
 
 LOOKAHEAD_REQUESTS: Final = 256
 """How far behind the first waiting request others are considered in one step."""
@@ -34,8 +34,7 @@ def admit(
     waiting: Iterable[Request],
     *,
     num_running: int,
-    blocks: BlockPool,
-    residency: Residency,
+    memory: Memory,
     config: EngineConfig,
     now: float,
 ) -> Admission:
@@ -52,17 +51,17 @@ def admit(
             break
         slot: Slot | None = None
         if request.adapter is not None:
-            slot = residency.find(request.adapter.artifact_digest)
+            slot = memory.residency.find(request.adapter.artifact_digest)
             if slot is None and placing:
-                placement = residency.place(request.adapter, claimed, now)
+                placement = memory.place(request.adapter, claimed, reserve=0, tenant=request.tenant, now=now)
                 if placement is None:
                     placing = False  # strictly in order: a later adapter must not take what this one waits for
                 else:
                     placements.append(placement)
             claimed.add(request.adapter.artifact_digest)
         ready = request.adapter is None or (slot is not None and not slot.loading)
-        if admitting and room and ready and request.num_blocks <= blocks.free:
-            _start(request, blocks, residency, now)
+        if admitting and room and ready and request.num_blocks <= memory.available(claimed):
+            _start(request, memory, now)
             admitted.append(request)
             room -= 1
             _mark_passed_over(passed, now)
@@ -73,10 +72,13 @@ def admit(
     return Admission(tuple(admitted), tuple(placements))
 
 
-def _start(request: Request, blocks: BlockPool, residency: Residency, now: float) -> None:
-    request.block_ids = blocks.allocate(request.num_blocks)
+def _start(request: Request, memory: Memory, now: float) -> None:
     if request.adapter is not None:
-        request.adapter_slot = residency.acquire(request.adapter.artifact_digest)
+        request.adapter_slot = memory.acquire(request.adapter.artifact_digest)
+    blocks = memory.take_blocks(request.num_blocks)
+    if blocks is None:
+        raise ValueError("chunks that were available are not there")
+    request.block_ids = blocks
     request.admitted_s = now
 
 

@@ -4,33 +4,40 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from worker.engine.plan import AdapterLoad
+
 LOADER_THREADS: Final = 2
+
+Prepare = Callable[[int, Path, tuple[int, ...]], AdapterLoad]
+"""`Runner.prepare_adapter`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """How a load ended: with the adapter's bytes on the device, or with the error that it raised."""
+    """How a load ended: with an adapter on the device, or with the error that it raised."""
 
     slot: int
-    device_bytes: int
-    error: Exception | None
+    outcome: AdapterLoad | Exception
+    seconds: float = field(compare=False)
+    """What the load itself took, without its wait for a thread."""
 
 
 class Loader:
-    """Runs `prepare(slot, path)` on its own threads; `on_done` is called on such a thread after each load.
+    """Runs `prepare(slot, path, chunk_ids)` on its own threads; `on_done` is called on such a thread after each load.
 
     The threads are daemons: a load that hangs must not keep the process from ending.
     """
 
-    def __init__(self, prepare: Callable[[int, Path], int], on_done: Callable[[], None]) -> None:
+    def __init__(self, prepare: Prepare, on_done: Callable[[], None]) -> None:
         self._prepare = prepare
         self._on_done = on_done
-        self._orders: queue.SimpleQueue[tuple[int, Path] | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[tuple[int, Path, tuple[int, ...]] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Loaded] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, name=f"adapter-loader-{number}", daemon=True)
@@ -39,9 +46,9 @@ class Loader:
         for thread in self._threads:
             thread.start()
 
-    def start(self, slot: int, path: Path) -> None:
+    def start(self, slot: int, path: Path, chunk_ids: tuple[int, ...]) -> None:
         """Order a load; it starts when a thread is free."""
-        self._orders.put((slot, path))
+        self._orders.put((slot, path, chunk_ids))
 
     def completed(self) -> list[Loaded]:
         """Return the loads that ended since the last call."""
@@ -59,10 +66,12 @@ class Loader:
 
     def _run(self) -> None:
         while (order := self._orders.get()) is not None:
-            slot, path = order
+            slot, path, chunk_ids = order
+            outcome: AdapterLoad | Exception
+            started_s = time.monotonic()
             try:
-                loaded = Loaded(slot, self._prepare(slot, path), None)
+                outcome = self._prepare(slot, path, chunk_ids)
             except Exception as error:  # noqa: BLE001 - a bad adapter fails its requests, never the engine
-                loaded = Loaded(slot, 0, error)
-            self._done.put(loaded)
+                outcome = error
+            self._done.put(Loaded(slot, outcome, time.monotonic() - started_s))
             self._on_done()

@@ -14,7 +14,7 @@ import structlog
 
 from worker.engine.inbox import Inbox, MailboxClosed
 from worker.engine.loader import Loader
-from worker.engine.plan import Runner, StepPlan
+from worker.engine.plan import AdapterLoad, Runner, StepPlan
 from worker.engine.refusal import NOT_FINITE, STEP_FAILED, Problem
 from worker.engine.scheduler import Scheduler
 from worker.mailbox import Abort, EngineStatus, Failure, Output, Shutdown, Step, Submit, ToEngine
@@ -83,10 +83,10 @@ class EngineLoop:
         if self._inbox.congested:
             return True
         schedule = self._scheduler.schedule(self._clock())
+        for slot in schedule.evicted_slots:
+            self._runner.release_adapter(slot)
         for placement in schedule.placements:
-            for slot in placement.evicted_slots:
-                self._runner.release_adapter(slot)
-            self._loader.start(placement.slot, Path(placement.file.path))
+            self._loader.start(placement.slot, Path(placement.file.path), placement.chunk_ids)
         outputs: list[Output] = []
         if schedule.plan is not None:
             outputs = self._step(schedule.plan)
@@ -95,11 +95,11 @@ class EngineLoop:
 
     def _take_loads(self) -> None:
         for loaded in self._loader.completed():
-            if loaded.error is None:
-                self._scheduler.adapter_loaded(loaded.slot, loaded.device_bytes, self._clock())
+            if isinstance(loaded.outcome, AdapterLoad):
+                self._scheduler.adapter_loaded(loaded.slot, loaded.outcome, loaded.seconds, self._clock())
             else:
-                log.warning("engine.load_failed", slot=loaded.slot, error=str(loaded.error))
-                self._failures += self._scheduler.adapter_failed(loaded.slot, self._describe(loaded.error))
+                log.warning("engine.load_failed", slot=loaded.slot, error=str(loaded.outcome))
+                self._failures += self._scheduler.adapter_failed(loaded.slot, self._describe(loaded.outcome))
 
     def _step(self, plan: StepPlan) -> list[Output]:
         started = self._clock()

@@ -18,11 +18,17 @@ BASE_SLOT = -1
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request the runner sees for the first time: what its sampler needs to know until it ends."""
+    """A request the runner has to know: what its sampler needs until it ends.
+
+    One that was preempted is told as ended and comes again, with what it had generated: the sampler must go on as if
+    nothing had happened.
+    """
 
     request_id: int
     prompt_token_ids: tuple[int, ...]
     sampling: Sampling
+    generated_token_ids: tuple[int, ...] = ()
+    """Tokens of the answer that are known already, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +39,9 @@ class SequenceStep:
     token_ids: tuple[int, ...]
     position: int
     block_ids: tuple[int, ...]
-    """KV blocks of positions 0 .. position + len(token_ids) - 1, in order."""
+    """KV blocks of positions 0 .. position + len(token_ids) - 1, in order: chunk ids of the arena.
+
+    Blocks wholly below `position` may be shared with other requests and are only read."""
     adapter_slot: int
     """Device slot of the adapter, or BASE_SLOT."""
     sample: bool
@@ -80,6 +88,15 @@ class StepResult:
     """Of those sampled, requests whose logits were NaN or infinite: their tokens mean nothing."""
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterLoad:
+    """How an adapter came to lie on the device."""
+
+    device_bytes: int
+    chunks_used: int
+    """It occupies the first so many of the chunks it was granted; the others are free again."""
+
+
 class Runner(Protocol):
     """Computes steps on the device. Called from the engine's main thread only, except `prepare_adapter`."""
 
@@ -87,14 +104,14 @@ class Runner(Protocol):
         """Run the model over the plan's tokens, write their KV, sample where asked."""
         ...
 
-    def prepare_adapter(self, slot: int, path: Path) -> int:
-        """Bring the packed adapter at `path` into device slot `slot`; returns its bytes on the device.
+    def prepare_adapter(self, slot: int, path: Path, chunk_ids: tuple[int, ...]) -> AdapterLoad:
+        """Bring the packed adapter at `path` into device slot `slot` and the arena's chunks `chunk_ids`.
 
-        Runs on a loader thread beside steps that do not use the slot. Raises CorruptArtifact or BaseMismatch, and
-        then leaves the slot empty.
+        Runs on a loader thread beside steps that use neither the slot nor the chunks. Raises CorruptArtifact or
+        BaseMismatch, and then leaves the slot empty and no chunk in use.
         """
         ...
 
     def release_adapter(self, slot: int) -> None:
-        """Forget the slot's adapter; no enqueued step uses it."""
+        """Forget the slot's adapter, whose chunks are about to be reused; no enqueued step uses it."""
         ...

@@ -30,9 +30,19 @@ NOT_FINITE: Final = Problem(
 )
 
 
+def capacity_tokens(adapter: AdapterFile | None, config: EngineConfig) -> int:
+    """Return the tokens that the arena holds for one request, beside its adapter."""
+    chunks = 0 if adapter is None else config.chunks_for_adapter(adapter.artifact_bytes)
+    return (config.total_blocks - chunks) * config.block_tokens
+
+
 def max_known_tokens(submit: Submit, config: EngineConfig) -> int:
-    """Return prompt plus answer at most, in tokens: the answer ends with `max_tokens` or with the context."""
-    return min(len(submit.prompt_token_ids) + submit.sampling.max_tokens, config.max_context_tokens)
+    """Return prompt plus answer at most, in tokens: the answer ends with `max_tokens` or with the context.
+
+    Where the arena is so small that an adapter takes from the context, the context is what it leaves.
+    """
+    known = min(len(submit.prompt_token_ids) + submit.sampling.max_tokens, config.max_context_tokens)
+    return known if submit.adapter is None else min(known, capacity_tokens(submit.adapter, config) + 1)
 
 
 def check(submit: Submit, config: EngineConfig) -> Problem | None:
@@ -54,7 +64,7 @@ def check(submit: Submit, config: EngineConfig) -> Problem | None:
             f"max_tokens is {submit.sampling.max_tokens}; it must be at least 1",
             {"field": "max_tokens"},
         )
-    capacity = config.total_blocks * config.block_tokens
+    capacity = capacity_tokens(submit.adapter, config)
     limit = min(config.max_context_tokens - 1, capacity)
     if length > limit:
         return Problem(
@@ -73,11 +83,17 @@ def check(submit: Submit, config: EngineConfig) -> Problem | None:
     return None
 
 
-def adapter_too_large(file: AdapterFile, config: EngineConfig) -> Problem:
-    """Return the refusal of an adapter that is larger than all memory set aside for adapters."""
+def adapter_too_large(file: AdapterFile, config: EngineConfig) -> Problem | None:
+    """Return the refusal of an adapter that does not fit an otherwise empty device beside one KV block, or None."""
+    limit, option = config.max_adapter_bytes, "max_adapter_bytes"
+    arena_bytes = (config.total_blocks - 2) * config.adapter_chunk_bytes
+    if config.adapter_chunk_bytes and (limit is None or arena_bytes < limit):
+        limit, option = max(0, arena_bytes), "kv_cache_bytes"
+    if limit is None or file.artifact_bytes <= limit:
+        return None
     return Problem(
         "TOO_LARGE",
-        f"adapter {file.artifact_digest[:12]} has {file.artifact_bytes} bytes, this worker keeps at most "
-        f"{config.max_adapter_bytes} bytes of adapters on its device; raise max_adapter_bytes",
-        {"limit": str(config.max_adapter_bytes), "length": str(file.artifact_bytes)},
+        f"adapter {file.artifact_digest[:12]} has {file.artifact_bytes} bytes, this worker keeps at most {limit} bytes "
+        f"of adapters on its device; raise {option}",
+        {"limit": str(limit), "length": str(file.artifact_bytes)},
     )

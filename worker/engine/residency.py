@@ -1,13 +1,13 @@
-"""Which adapter is in which device slot: bookkeeping only, no loading and no clock.
+"""Which adapter is in which device slot and which chunks: bookkeeping only, no loading and no clock.
 
 One slot per artifact digest, however many requests ask for it. A slot is loading until its loader reports, then
-resident. References count running requests. Only resident adapters without references are evicted, least recently
-used first, and never one that the caller says is claimed. The ValueErrors here are broken invariants, not bad input.
+resident. References count running requests; a resident slot without any is idle, and only idle ones may be evicted.
+Who is evicted is `Memory`'s to decide. The ValueErrors here are broken invariants, not bad input.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from worker.mailbox import AdapterFile, AdapterOnDevice
@@ -15,34 +15,50 @@ from worker.mailbox import AdapterFile, AdapterOnDevice
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One device slot that holds, or is about to hold, an adapter. Only `Residency` writes it."""
+    """One device slot that holds, or is about to hold, an adapter. Only `Residency` writes it, but for `priority`."""
 
     index: int
     file: AdapterFile
+    chunk_ids: tuple[int, ...]
+    """Chunks granted while it loads, then those that it occupies."""
     load_started_s: float
+    tenant: str
+    """Of the request that it is loaded for."""
     loading: bool = True
     in_flight: int = 0
     device_bytes: int = 0
     """The artifact's size while it loads, then what the runner says it takes."""
+    load_s: float = 0.0
+    """What its load took."""
+    uses: int = 0
+    """Requests that it served since it came."""
+    priority: float = 0.0
+    """While it is idle: the lowest leaves first. Set by `Memory`."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether it may leave."""
+        return not (self.loading or self.in_flight)
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A slot taken for an adapter, and the slots whose adapters left the device for it."""
+    """A slot and chunks taken for an adapter that is to be loaded."""
 
     slot: int
     file: AdapterFile
-    evicted_slots: tuple[int, ...]
+    chunk_ids: tuple[int, ...]
 
 
 class Residency:
     """The adapter slots of one device."""
 
-    def __init__(self, max_adapters: int, max_bytes: int | None = None) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self, max_adapters: int) -> None:
         self._free = list(range(max_adapters - 1, -1, -1))
-        self._by_digest: dict[str, Slot] = {}  # least recently used first
+        self._by_digest: dict[str, Slot] = {}
         self._by_index: dict[int, Slot] = {}
+        self._idle: dict[str, Slot] = {}
+        self._idle_chunks = 0
         self._used_bytes = 0
         self._view: tuple[AdapterOnDevice, ...] | None = ()
 
@@ -56,40 +72,46 @@ class Residency:
         """Number of slots that hold nothing."""
         return len(self._free)
 
+    @property
+    def idle_chunks(self) -> int:
+        """Chunks of idle adapters."""
+        return self._idle_chunks
+
+    @property
+    def num_loading(self) -> int:
+        """Slots whose loader has not reported."""
+        return sum([slot.loading for slot in self._by_index.values()])
+
     def find(self, artifact_digest: str) -> Slot | None:
         """Return the slot of an adapter, loading or resident."""
         return self._by_digest.get(artifact_digest)
 
-    def can_ever_hold(self, file: AdapterFile) -> bool:
-        """Tell whether the adapter fits an otherwise empty device."""
-        return self._max_bytes is None or file.artifact_bytes <= self._max_bytes
+    def idle(self) -> Iterable[Slot]:
+        """Return the adapters that may leave."""
+        return self._idle.values()
 
-    def place(self, file: AdapterFile, claimed: Container[str], now: float) -> Placement | None:
-        """Take a slot for an adapter that has none and mark it as loading; evict idle adapters where that is needed.
-
-        Adapters whose digest is in `claimed` stay. Returns None, and changes nothing, when no slot or too few bytes
-        can be had.
-        """
-        victims = self._victims(file.artifact_bytes, claimed)
-        if victims is None:
-            return None
-        for victim in victims:
-            self._forget(victim)
-        slot = Slot(self._free.pop(), file, now, device_bytes=file.artifact_bytes)
+    def take(self, file: AdapterFile, chunk_ids: tuple[int, ...], tenant: str, now: float) -> Slot:
+        """Take a free slot for an adapter that has none and mark it as loading."""
+        slot = Slot(self._free.pop(), file, chunk_ids, now, tenant, device_bytes=file.artifact_bytes)
         self._by_digest[file.artifact_digest] = slot
         self._by_index[slot.index] = slot
         self._used_bytes += slot.device_bytes
         self._view = None
-        return Placement(slot.index, file, tuple(victim.index for victim in victims))
+        return slot
 
-    def loaded(self, index: int, device_bytes: int) -> Slot:
-        """Mark a slot's load as done: it is resident and takes `device_bytes`."""
+    def loaded(self, index: int, device_bytes: int, chunks_used: int, seconds: float) -> tuple[Slot, tuple[int, ...]]:
+        """Mark a slot's load as done: it is resident, and idle. Returns it and the chunks that it does not need."""
         slot = self._loading(index)
+        if not 0 <= chunks_used <= len(slot.chunk_ids):
+            raise ValueError(f"an adapter occupies {chunks_used} of {len(slot.chunk_ids)} chunks")
+        left_over = slot.chunk_ids[chunks_used:]
+        slot.chunk_ids = slot.chunk_ids[:chunks_used]
         self._used_bytes += device_bytes - slot.device_bytes
         slot.device_bytes = device_bytes
+        slot.load_s = seconds
         slot.loading = False
-        self._view = None
-        return slot
+        self._became_idle(slot)
+        return slot, left_over
 
     def failed(self, index: int) -> Slot:
         """Mark a slot's load as failed: the slot is free again. Returns what it was."""
@@ -97,22 +119,37 @@ class Residency:
         self._forget(slot)
         return slot
 
+    def evict(self, slot: Slot) -> None:
+        """Free the slot of an idle adapter."""
+        if not slot.idle:
+            raise ValueError(f"slot {slot.index} is in use")
+        del self._idle[slot.file.artifact_digest]
+        self._idle_chunks -= len(slot.chunk_ids)
+        self._forget(slot)
+
     def acquire(self, artifact_digest: str) -> int:
         """Add a reference to a resident adapter and return its slot."""
         slot = self._by_digest[artifact_digest]
         if slot.loading:
             raise ValueError(f"adapter {artifact_digest} is not resident yet")
+        if not slot.in_flight:
+            del self._idle[artifact_digest]
+            self._idle_chunks -= len(slot.chunk_ids)
         slot.in_flight += 1
-        self._touch(slot)
+        slot.uses += 1
+        self._view = None
         return slot.index
 
-    def release(self, index: int) -> None:
-        """Drop a reference to the adapter in a slot; it stays resident until its room is needed."""
+    def release(self, index: int) -> Slot:
+        """Drop a reference to the adapter in a slot; without any it is idle, until its room is needed."""
         slot = self._by_index[index]
         if slot.in_flight < 1:
             raise ValueError(f"slot {index} has no reference to drop")
         slot.in_flight -= 1
-        self._touch(slot)
+        if not slot.in_flight:
+            self._became_idle(slot)
+        self._view = None
+        return slot
 
     def view(self) -> tuple[AdapterOnDevice, ...]:
         """Return every adapter held or being loaded, for status; the same object until something changes."""
@@ -123,30 +160,15 @@ class Residency:
             )
         return self._view
 
-    def _victims(self, new_bytes: int, claimed: Container[str]) -> list[Slot] | None:
-        """Return the idle slots to evict so that one slot and `new_bytes` are free, or None if that cannot be."""
-        missing_slots = 0 if self._free else 1
-        missing_bytes = 0 if self._max_bytes is None else self._used_bytes + new_bytes - self._max_bytes
-        victims: list[Slot] = []
-        if missing_slots <= 0 and missing_bytes <= 0:
-            return victims
-        for digest, slot in self._by_digest.items():
-            if not (slot.loading or slot.in_flight) and digest not in claimed:
-                victims.append(slot)
-                missing_slots -= 1
-                missing_bytes -= slot.device_bytes
-                if missing_slots <= 0 and missing_bytes <= 0:
-                    return victims
-        return None
-
     def _loading(self, index: int) -> Slot:
         slot = self._by_index[index]
         if not slot.loading:
             raise ValueError(f"slot {index} was not being loaded")
         return slot
 
-    def _touch(self, slot: Slot) -> None:
-        self._by_digest[slot.file.artifact_digest] = self._by_digest.pop(slot.file.artifact_digest)
+    def _became_idle(self, slot: Slot) -> None:
+        self._idle[slot.file.artifact_digest] = slot
+        self._idle_chunks += len(slot.chunk_ids)
         self._view = None
 
     def _forget(self, slot: Slot) -> None:

@@ -12,20 +12,21 @@ from dataclasses import dataclass
 
 from worker.engine import refusal
 from worker.engine.admission import admit
-from worker.engine.blocks import BlockPool
 from worker.engine.config import EngineConfig
-from worker.engine.plan import NewRequest, SampledTokens, SequenceStep, StepPlan, StepResult
+from worker.engine.memory import Memory
+from worker.engine.plan import AdapterLoad, NewRequest, SampledTokens, SequenceStep, StepPlan, StepResult
 from worker.engine.rates import StepRates
 from worker.engine.request import Request
-from worker.engine.residency import Placement, Residency
+from worker.engine.residency import Placement
 from worker.engine.waiting import ArrivalQueue, WaitingQueue
 from worker.mailbox import EngineStatus, Failure, Output, Position, Submit
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What to do next: forget evicted slots and start loads, in this order, then execute the plan if there is one."""
+    """What to do next: forget evicted slots, then start loads, then execute the plan if there is one."""
 
+    evicted_slots: tuple[int, ...]
     placements: tuple[Placement, ...]
     plan: StepPlan | None
 
@@ -39,8 +40,7 @@ class Scheduler:
         self._waiting: WaitingQueue = ArrivalQueue() if waiting is None else waiting
         self._waiting_prompt_tokens = 0
         self._running: dict[int, Request] = {}
-        self._blocks = BlockPool(config.total_blocks)
-        self._residency = Residency(config.max_resident_adapters, config.max_adapter_bytes)
+        self._memory = Memory(config)
         self._ended: list[int] = []  # known to the runner, which is told with the next plan that succeeds
         self._step = 0
 
@@ -53,13 +53,13 @@ class Scheduler:
         """Queue a request, or return why it can never run. Raises ValueError when its id is in use."""
         if submit.request_id in self._running or submit.request_id in self._waiting:
             raise ValueError(f"request id {submit.request_id} is already in use")
-        problem = refusal.check(submit, self._config)
-        if problem is None and submit.adapter is not None and not self._residency.can_ever_hold(submit.adapter):
-            problem = refusal.adapter_too_large(submit.adapter, self._config)
+        problem = None if submit.adapter is None else refusal.adapter_too_large(submit.adapter, self._config)
+        if problem is None:
+            problem = refusal.check(submit, self._config)
         if problem is not None:
             return Failure(submit.request_id, *problem)
         known = refusal.max_known_tokens(submit, self._config)
-        slot = None if submit.adapter is None else self._residency.find(submit.adapter.artifact_digest)
+        slot = None if submit.adapter is None else self._memory.residency.find(submit.adapter.artifact_digest)
         request = Request.from_submit(
             submit,
             max_known_tokens=known,
@@ -78,9 +78,9 @@ class Scheduler:
             else:
                 self._leave_queue(request_id)
 
-    def adapter_loaded(self, slot_index: int, device_bytes: int, now: float) -> None:
-        """Note that a load is done; requests that wait for the adapter can be admitted from now on."""
-        slot = self._residency.loaded(slot_index, device_bytes)
+    def adapter_loaded(self, slot_index: int, load: AdapterLoad, seconds: float, now: float) -> None:
+        """Note that a load is done and took `seconds`; requests that wait for it can be admitted from now on."""
+        slot = self._memory.loaded(slot_index, load, seconds)
         for request in self._waiting_for(slot.file.artifact_digest):
             request.adapter_on_device = False
             request.adapter_load_s += now - max(slot.load_started_s, request.arrival_s)
@@ -88,7 +88,7 @@ class Scheduler:
 
     def adapter_failed(self, slot_index: int, problem: refusal.Problem) -> list[Failure]:
         """Note that a load failed: the slot is free again and all requests that wait for the adapter fail."""
-        slot = self._residency.failed(slot_index)
+        slot = self._memory.failed(slot_index)
         failures = []
         for request in self._waiting_for(slot.file.artifact_digest):
             self._leave_queue(request.request_id)
@@ -102,8 +102,7 @@ class Scheduler:
             admission = admit(
                 self._waiting.in_order(),
                 num_running=len(self._running),
-                blocks=self._blocks,
-                residency=self._residency,
+                memory=self._memory,
                 config=self._config,
                 now=now,
             )
@@ -111,7 +110,8 @@ class Scheduler:
             for request in admission.admitted:
                 self._leave_queue(request.request_id)
                 self._running[request.request_id] = request
-        return Schedule(placements, self._plan() if self._running else None)
+        plan = self._plan() if self._running else None
+        return Schedule(self._memory.take_evicted(), placements, plan)
 
     def update(self, plan: StepPlan, result: StepResult, seconds: float, now: float) -> list[Output]:
         """Take a step's outcome: note computed and new tokens, end what is finished. Returns each request's gain.
@@ -152,10 +152,10 @@ class Scheduler:
             running_requests=len(self._running),
             waiting_requests=len(self._waiting),
             queued_prefill_tokens=self._waiting_prompt_tokens + queued,
-            free_blocks=self._blocks.free,
+            free_blocks=self._memory.available(),
             prefill_tokens_per_second=self._rates.prefill.tokens_per_second,
             decode_tokens_per_second=self._rates.decode.tokens_per_second,
-            adapters=self._residency.view(),
+            adapters=self._memory.residency.view(),
         )
 
     def _plan(self) -> StepPlan:
@@ -231,9 +231,9 @@ class Scheduler:
 
     def _end(self, request: Request) -> None:
         del self._running[request.request_id]
-        self._blocks.release(request.block_ids)
+        self._memory.drop_blocks(request.block_ids)
         if request.adapter is not None:
-            self._residency.release(request.adapter_slot)
+            self._memory.release(request.adapter_slot)
         if request.announced:
             self._ended.append(request.request_id)
 

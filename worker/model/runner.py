@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from worker.adapters.device import BaseShape, DeviceAdapters
-from worker.engine.plan import BASE_SLOT, SequenceStep, StepPlan, StepResult
+from worker.engine.plan import BASE_SLOT, AdapterLoad, SequenceStep, StepPlan, StepResult
 from worker.kernels.eager import EagerKernels
 from worker.kernels.interface import Kernels
 from worker.kernels.layout import KvCache
@@ -39,6 +39,8 @@ class ModelRunner:
     max_context_tokens: int
     block_tokens: int
     total_blocks: int
+    chunk_bytes: int
+    adapter_chunk_bytes: int = 0  # adapters live outside the arena
     eos_token_ids: frozenset[int]
 
     def __init__(
@@ -60,6 +62,7 @@ class ModelRunner:
         self.vocab_size = config.vocab_size
         self.max_context_tokens = max_context_tokens
         self.block_tokens, self.total_blocks = cache.block_tokens, cache.keys.shape[2]
+        self.chunk_bytes = cache.keys.nbytes * 2 // self.total_blocks
         self.eos_token_ids = eos_token_ids
         self._torch_device = device
         self._decoder, self._cache, self._adapters = decoder, cache, adapters
@@ -143,10 +146,11 @@ class ModelRunner:
             broken = tuple(row.request_id for row, ok in zip(sampled, finite, strict=True) if not ok)
             return StepResult(plan.step, self._sampler.sample(logits, sampled), broken)
 
-    def prepare_adapter(self, slot: int, path: Path) -> int:
+    def prepare_adapter(self, slot: int, path: Path, chunk_ids: tuple[int, ...]) -> AdapterLoad:
         """Load the packed adapter at `path` into `slot`; see Runner."""
+        del chunk_ids
         with torch.inference_mode():
-            return self._adapters.load(slot, path)
+            return AdapterLoad(self._adapters.load(slot, path), 0)
 
     def release_adapter(self, slot: int) -> None:
         """Forget the slot's adapter; see Runner."""

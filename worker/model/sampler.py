@@ -44,6 +44,9 @@ class Sampler:
         """Remember new requests."""
         for request in requests:
             seen = SeenTokens(request.prompt_token_ids) if has_penalties(request.sampling) else None
+            if seen is not None:
+                for token in request.generated_token_ids:
+                    seen.add(token)
             self._requests[request.request_id] = _Request(request.sampling, len(request.prompt_token_ids), seen)
 
     def forget(self, request_ids: Iterable[int]) -> None:

@@ -39,6 +39,8 @@ class Driver:
             max_context_tokens=self.config.max_context_tokens,
             block_tokens=self.config.block_tokens,
             total_blocks=self.config.total_blocks,
+            chunk_bytes=self.config.chunk_bytes,
+            adapter_chunk_bytes=self.config.adapter_chunk_bytes,
         )
         self.scheduler = Scheduler(self.config, StepRates(100.0, 10.0))
         self.now = 100.0
@@ -89,9 +91,9 @@ class Driver:
     def step(self, seconds: float = 0.01) -> StepPlan | None:
         """One turn of the loop: schedule, start loads, execute, update."""
         schedule = self.scheduler.schedule(self.now)
+        for slot in schedule.evicted_slots:
+            self.runner.release_adapter(slot)
         for placement in schedule.placements:
-            for slot in placement.evicted_slots:
-                self.runner.release_adapter(slot)
             self.loading[placement.slot] = placement
             self.started_loads.append(placement.file.artifact_digest)
         self.now += seconds
@@ -120,10 +122,10 @@ class Driver:
         for slot in list(self.loading):
             self.finish_load(slot)
 
-    def finish_load(self, slot: int) -> None:
+    def finish_load(self, slot: int, *, seconds: float = 0.1) -> None:
         placement = self.loading.pop(slot)
-        size = self.runner.prepare_adapter(slot, Path(placement.file.path))
-        self.scheduler.adapter_loaded(slot, size, self.now)
+        load = self.runner.prepare_adapter(slot, Path(placement.file.path), placement.chunk_ids)
+        self.scheduler.adapter_loaded(slot, load, seconds, self.now)
 
     def fail_load(self, slot: int) -> None:
         del self.loading[slot]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tests.unit.worker.engine.driver import Driver
+from worker.engine.plan import AdapterLoad
 
 Drive = Callable[..., Driver]
 
@@ -145,8 +146,8 @@ def test_a_small_adapter_does_not_take_the_bytes_a_large_one_waits_for(drive: Dr
     driver = drive(max_resident_adapters=8, max_adapter_bytes=10, max_running_requests=2)
     driver.submit(adapter=driver.file("a", 5), max_tokens=20)
     driver.step()
-    driver.runner.prepare_adapter(0, driver.folder / "a")
-    driver.scheduler.adapter_loaded(0, 5, driver.now)
+    driver.runner.prepare_adapter(0, driver.folder / "a", ())
+    driver.scheduler.adapter_loaded(0, AdapterLoad(5, 0), 0.1, driver.now)
     driver.loading.clear()
     driver.step()
     driver.submit(adapter=driver.file("large", 8))

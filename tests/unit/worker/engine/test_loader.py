@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 from worker.engine.loader import Loaded, Loader
+from worker.engine.plan import AdapterLoad
 
 
 def test_two_loads_run_side_by_side_and_a_third_waits() -> None:
@@ -14,16 +15,16 @@ def test_two_loads_run_side_by_side_and_a_third_waits() -> None:
     gate = threading.Event()
     done = threading.Semaphore(0)
 
-    def prepare(slot: int, path: Path) -> int:
+    def prepare(slot: int, path: Path, chunk_ids: tuple[int, ...]) -> AdapterLoad:
         started.append(slot)
         if len(started) == 2:
             two.set()
         assert gate.wait(10)
-        return len(path.name)
+        return AdapterLoad(len(path.name), len(chunk_ids))
 
     loader = Loader(prepare, done.release)
     for slot in (4, 5, 6):
-        loader.start(slot, Path("x" * slot))
+        loader.start(slot, Path("x" * slot), (7,) * slot)
     assert two.wait(10)
     assert loader.completed() == []
     assert sorted(started) == [4, 5]
@@ -31,9 +32,9 @@ def test_two_loads_run_side_by_side_and_a_third_waits() -> None:
     for _ in range(3):
         assert done.acquire(timeout=10)
     assert sorted(loader.completed(), key=lambda loaded: loaded.slot) == [
-        Loaded(4, 4, None),
-        Loaded(5, 5, None),
-        Loaded(6, 6, None),
+        Loaded(4, AdapterLoad(4, 4), 0.0),
+        Loaded(5, AdapterLoad(5, 5), 0.0),
+        Loaded(6, AdapterLoad(6, 6), 0.0),
     ]
     assert loader.completed() == []
     loader.close(timeout_s=10)
@@ -43,26 +44,31 @@ def test_an_error_is_an_outcome_and_the_thread_goes_on() -> None:
     done = threading.Semaphore(0)
     error = RuntimeError("bad")
 
-    def prepare(slot: int, path: Path) -> int:
+    def prepare(slot: int, path: Path, chunk_ids: tuple[int, ...]) -> AdapterLoad:
         if slot == 0:
             raise error
-        return 1
+        return AdapterLoad(1, 0)
 
     loader = Loader(prepare, done.release)
     for _ in range(3):  # more than there are threads
-        loader.start(0, Path("a"))
+        loader.start(0, Path("a"), ())
         assert done.acquire(timeout=10)
-        assert loader.completed() == [Loaded(0, 0, error)]
-    loader.start(1, Path("a"))
+        assert loader.completed() == [Loaded(0, error, 0.0)]
+    loader.start(1, Path("a"), ())
     assert done.acquire(timeout=10)
-    assert loader.completed() == [Loaded(1, 1, None)]
+    assert loader.completed() == [Loaded(1, AdapterLoad(1, 0), 0.0)]
     loader.close(timeout_s=10)
 
 
 def test_closing_waits_for_a_hanging_load_only_so_long() -> None:
     gate = threading.Event()
-    loader = Loader(lambda slot, path: gate.wait(30) or 0, lambda: None)
-    loader.start(0, Path("a"))
+
+    def hang(slot: int, path: Path, chunk_ids: tuple[int, ...]) -> AdapterLoad:
+        gate.wait(30)
+        return AdapterLoad(0, 0)
+
+    loader = Loader(hang, lambda: None)
+    loader.start(0, Path("a"), ())
     loader.close(timeout_s=0.05)
     assert all(thread.daemon for thread in loader._threads)
     gate.set()

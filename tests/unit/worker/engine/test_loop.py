@@ -37,6 +37,8 @@ class Running:
             max_context_tokens=runner.max_context_tokens,
             block_tokens=runner.block_tokens,
             total_blocks=runner.total_blocks,
+            chunk_bytes=runner.chunk_bytes,
+            adapter_chunk_bytes=runner.adapter_chunk_bytes,
             **{"max_running_requests": 8, "max_prefill_tokens": 64, "max_resident_adapters": 2} | limits,
         )
         self._inbox = Inbox(back)

@@ -27,6 +27,8 @@ class Engine(RuleBasedStateMachine):
             max_resident_adapters=2,
             max_adapter_bytes=60,
             total_blocks=12,
+            chunk_bytes=16,
+            adapter_chunk_bytes=15,
             max_context_tokens=48,
             max_prefill_tokens=7,
         )
@@ -67,11 +69,13 @@ class Engine(RuleBasedStateMachine):
     def what_is_held_is_what_running_requests_hold(self) -> None:
         scheduler = self.driver.scheduler
         running = scheduler._running.values()
+        memory, config = scheduler._memory, self.driver.config
         held = [block for request in running for block in request.block_ids]
+        held += [chunk for slot in memory.residency._by_index.values() for chunk in slot.chunk_ids]
         assert len(set(held)) == len(held)
-        assert len(held) + scheduler._blocks.free == self.driver.config.total_blocks
+        assert len(held) + memory.arena.free == config.total_blocks
         assert len(running) <= self.driver.config.max_running_requests
-        residency = scheduler._residency
+        residency = memory.residency
         assert residency.free_slots + len(residency.view()) == self.driver.config.max_resident_adapters
         assert residency.used_bytes == sum(a.device_bytes for a in residency.view()) <= 60
         for adapter in residency.view():

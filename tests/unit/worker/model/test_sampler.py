@@ -232,6 +232,33 @@ def test_penalties_count_the_answer(sampling: Sampling, expected: list[int]) -> 
     assert chosen == expected
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0.0, frequency_penalty=0.3),
+        Sampling(temperature=0.0, presence_penalty=0.6, repetition_penalty=1.1),
+        Sampling(seed=9, frequency_penalty=0.4),
+        Sampling(temperature=0.0, min_tokens=5, logit_bias=((3, 9.0),)),
+    ],
+)
+@pytest.mark.parametrize("known", [1, 3])
+def test_a_request_that_comes_again_with_its_answer_so_far_goes_on_as_if_it_had_never_left(
+    sampling: Sampling, known: int
+) -> None:
+    logits = torch.tensor([[3.0, 2.5, 2.0, -5.0]])
+
+    def run(sampler: Sampler, first: int) -> list[int]:
+        steps = [SequenceStep(1, (0,), 1 + step, (0,), -1, sample=True) for step in range(first, 7)]
+        return [token for step in steps for token in tokens_of(sampler.sample(logits.clone(), [step]))]
+
+    sampler = Sampler({3})
+    sampler.add([NewRequest(1, (0, 0), sampling)])
+    whole = run(sampler, 0)
+    sampler.forget([1])
+    sampler.add([NewRequest(1, (0, 0), sampling, tuple(whole[:known]))])
+    assert run(sampler, known) == whole[known:]
+
+
 def test_many_distinct_tokens_outgrow_no_buffer() -> None:
     sampler = Sampler(())
     sampler.add([NewRequest(1, (0,), Sampling(temperature=0.0, presence_penalty=2.0))])

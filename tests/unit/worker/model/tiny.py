@@ -142,7 +142,7 @@ def tiny_runner(folder: Path, adapters: Path, **changes: Any) -> ModelRunner:
     for slot, wanted in enumerate(ranks):
         layers = [1] if slot == 2 else None
         file = random_adapter(config, adapters / f"{slot}.packed", ranks=wanted, seed=slot, layers=layers)
-        runner.prepare_adapter(slot, file)
+        runner.prepare_adapter(slot, file, ())
     return runner
 
 

@@ -1,0 +1,148 @@
+"""The device's memory as requests and adapters share it: what can be had, and what leaves for it.
+
+Everything idle (adapters that nobody uses, computed prefixes that nobody refers to) stays until its chunks are needed.
+Then it leaves in one order, lowest priority first, by (seconds to restore it) x (probability of its reuse) per chunk.
+The probability is estimated as in GreedyDual-Size-Frequency (Cherkasova, 1998): by the number of uses, and by recency
+through a level that every eviction raises to the priority of what left, and that is added to the priority of whatever
+is used afterwards. So frequent things last longer, and nothing lasts for ever. No clock is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from worker.engine.arena import Arena, Use
+from worker.engine.config import EngineConfig
+from worker.engine.plan import AdapterLoad
+from worker.engine.residency import Placement, Residency, Slot
+from worker.mailbox import AdapterFile
+
+
+class Memory:
+    """The arena, the adapter slots and what is idle in them."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._arena = Arena(config.total_blocks)
+        self._residency = Residency(config.max_resident_adapters)
+        self._evicted: list[int] = []
+        self._level = 0.0
+
+    @property
+    def arena(self) -> Arena:
+        """Who owns which chunk; to be read only."""
+        return self._arena
+
+    @property
+    def residency(self) -> Residency:
+        """Which adapter is where; to be read only."""
+        return self._residency
+
+    def take_evicted(self) -> tuple[int, ...]:
+        """Return the slots whose adapters left since the last call: the runner must forget them first of all."""
+        evicted = tuple(self._evicted)
+        self._evicted.clear()
+        return evicted
+
+    # KV blocks.
+
+    def available(self, keep: Iterable[str] = ()) -> int:
+        """Return how many chunks can be had without taking anything from a request or from the adapters in `keep`."""
+        kept = 0
+        for digest in keep:
+            slot = self._residency.find(digest)
+            if slot is not None and slot.idle:
+                kept += len(slot.chunk_ids)
+        return self._arena.free + self._residency.idle_chunks - kept
+
+    def take_blocks(self, count: int) -> tuple[int, ...] | None:
+        """Take KV blocks, evicting what is idle where that is needed; None, changing nothing, if too few are left."""
+        if count > self._arena.free:
+            if count > self.available():
+                return None
+            self._reclaim(count, ())
+        return self._arena.take(count, Use.KV)
+
+    def drop_blocks(self, blocks: tuple[int, ...]) -> None:
+        """Drop a request's references to its blocks."""
+        for block in reversed(blocks):
+            self._arena.drop(block, keep=False)
+
+    # Adapters.
+
+    def place(
+        self, file: AdapterFile, claimed: Collection[str], *, reserve: int, tenant: str, now: float
+    ) -> Placement | None:
+        """Take a slot and chunks for an adapter that has none; evict what is idle where that is needed.
+
+        Adapters whose digest is in `claimed` stay, and `reserve` chunks can still be had afterwards. Returns None, and
+        changes nothing, when that cannot be.
+        """
+        victims = self._victims(file.artifact_bytes, claimed)
+        chunks = self._config.chunks_for_adapter(file.artifact_bytes)
+        if victims is None or chunks + reserve > self.available(claimed):
+            return None
+        for victim in victims:
+            self._evict(victim)
+        self._reclaim(chunks, claimed)
+        slot = self._residency.take(file, self._arena.take(chunks, Use.ADAPTER), tenant, now)
+        return Placement(slot.index, file, slot.chunk_ids)
+
+    def loaded(self, index: int, load: AdapterLoad, seconds: float) -> Slot:
+        """Note that an adapter is on the device; the chunks that it does not need are free."""
+        slot, left_over = self._residency.loaded(index, load.device_bytes, load.chunks_used, seconds)
+        self._arena.release(left_over, Use.ADAPTER)
+        self._became_idle(slot)
+        return slot
+
+    def failed(self, index: int) -> Slot:
+        """Note that a load failed: slot and chunks are free. Returns what the slot was."""
+        slot = self._residency.failed(index)
+        self._arena.release(slot.chunk_ids, Use.ADAPTER)
+        return slot
+
+    def acquire(self, artifact_digest: str) -> int:
+        """Add a reference to a resident adapter and return its slot."""
+        return self._residency.acquire(artifact_digest)
+
+    def release(self, index: int) -> None:
+        """Drop a reference to an adapter."""
+        slot = self._residency.release(index)
+        if slot.idle:
+            self._became_idle(slot)
+
+    # What leaves.
+
+    def _became_idle(self, slot: Slot) -> None:
+        slot.priority = self._level + slot.load_s * (slot.uses + 1) / max(1, len(slot.chunk_ids))
+
+    def _victims(self, new_bytes: int, claimed: Collection[str]) -> list[Slot] | None:
+        """Return idle adapters to evict so that a slot and `new_bytes` of the byte limit are free, or None."""
+        residency, limit = self._residency, self._config.max_adapter_bytes
+        missing_slots = 0 if residency.free_slots else 1
+        missing_bytes = 0 if limit is None else residency.used_bytes + new_bytes - limit
+        victims: list[Slot] = []
+        if missing_slots <= 0 and missing_bytes <= 0:
+            return victims
+        for slot in sorted(residency.idle(), key=lambda slot: slot.priority):
+            if slot.file.artifact_digest not in claimed:
+                victims.append(slot)
+                missing_slots -= 1
+                missing_bytes -= slot.device_bytes
+                if missing_slots <= 0 and missing_bytes <= 0:
+                    return victims
+        return None
+
+    def _reclaim(self, count: int, claimed: Collection[str]) -> None:
+        """Evict what is idle until `count` chunks are free; the caller has made sure that there is enough."""
+        while self._arena.free < count:
+            idle = [
+                slot for slot in self._residency.idle() if slot.chunk_ids and slot.file.artifact_digest not in claimed
+            ]
+            self._evict(min(idle, key=lambda slot: slot.priority))
+
+    def _evict(self, slot: Slot) -> None:
+        self._level = max(self._level, slot.priority)
+        self._residency.evict(slot)
+        self._arena.release(slot.chunk_ids, Use.ADAPTER)
+        self._evicted.append(slot.index)
