@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
@@ -72,9 +73,12 @@ class Golden:
             max_prefill_tokens=256,
             base_digest=self.base_digest,
         )
+        free = list(range(runner.total_blocks))  # prompts use the first chunks
         for name, file in self.files.items():
             if file is not None:
-                runner.prepare_adapter(slot_of(name), Path(file.path), ())
+                granted = -(-file.artifact_bytes // runner.adapter_chunk_bytes) + 1
+                chunk_ids, free = free[-granted:], free[:-granted]
+                runner.prepare_adapter(slot_of(name), Path(file.path), tuple(chunk_ids))
         return runner
 
 
@@ -189,13 +193,8 @@ def test_bfloat16_agrees_on_the_likeliest_token(golden: Golden, record_property:
         blocks = tuple(range(-(-len(tokens) // runner.block_tokens)))
         sequence = SequenceStep(0, tuple(tokens), 0, blocks, slot_of(name), sample=True)
         with torch.inference_mode():
-            rows = build_step(
-                [sequence],
-                lambda slot: runner._adapters.get(slot).layers,
-                block_tokens=runner.block_tokens,
-                device=torch.device("cpu"),
-            ).rows
-            logits = runner._decoder.logits(runner._decoder.hidden(rows, runner._cache)[-NUM_TOKENS:])
+            batch = build_step([sequence], runner._adapters.get).batch
+            logits = runner._decoder.logits(batch, np.arange(len(tokens) - NUM_TOKENS, len(tokens)))
         same = int((logits.argmax(-1) == torch.tensor(reference.tokens)).sum())
         agreeing += same
         record_property(f"bfloat16 top-1 agreement, {name or 'base'}", same / NUM_TOKENS)

@@ -1,14 +1,14 @@
-"""Adapters' factors on the device, by slot.
+"""Adapters' factors in the arena, by slot.
 
-Owns the slot table and how a packed file becomes the tensors of each site. A slot becomes visible to steps in one
-assignment, when all of its tensors are on the device; a step that has looked up an adapter keeps it alive, so a release
-never pulls weights from under it. Knows nothing of requests, files' origins or eviction.
+Owns the slot table and how a packed file becomes tiles. A slot becomes visible to steps in one assignment, when all of
+its tiles are in place. Knows nothing of requests, files' origins, eviction, or who owns which chunk.
 """
 
 from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,11 +16,11 @@ from typing import Any, Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from common.adapter_format.packed import PackedAdapter, PackedModule, open_packed
 from loraplex.errors import BaseMismatch, CorruptArtifact
-from worker.kernels.layout import Expand, LayerFactors, Site, SiteFactors
+from worker.kernels.layout import Arena, Site
+from worker.kernels.tiles import Format, PlacedAdapter, Tile, max_tile_ranks, place_tiles
 
 SITE_MODULES: Final = {
     Site.QKV: ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -43,23 +43,12 @@ class BaseShape:
     """(in, out) features by module name."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceAdapter:
-    """An adapter ready to be applied."""
-
-    version_digest: str
-    layers: tuple[LayerFactors, ...]
-    device_bytes: int
-
-
 class DeviceAdapters:
     """The slot table. `load` may run on any thread; the rest is the engine's."""
 
-    def __init__(self, base: BaseShape, *, num_slots: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Factors are kept in `dtype`, the model's: float32 loses nothing, bfloat16 rounds wider factors."""
-        self._base, self._device, self._dtype = base, device, dtype
-        self._num_slots = num_slots
-        self._slots: dict[int, DeviceAdapter] = {}
+    def __init__(self, base: BaseShape, arena: Arena, *, num_slots: int) -> None:
+        self._base, self._arena, self._num_slots = base, arena, num_slots
+        self._slots: dict[int, PlacedAdapter] = {}
         self._lock = threading.Lock()
 
     @property
@@ -68,33 +57,45 @@ class DeviceAdapters:
         with self._lock:
             return sum(adapter.device_bytes for adapter in self._slots.values())
 
-    def load(self, slot: int, path: Path) -> int:
-        """Bring the packed file at `path` into an empty slot and return its bytes on the device.
+    def load(self, slot: int, path: Path, chunk_ids: Sequence[int]) -> PlacedAdapter:
+        """Bring the packed file at `path` into an empty slot and the first of the arena's chunks `chunk_ids`.
 
-        Raises BaseMismatch when it is bound to another base, CorruptArtifact (naming the tensor) when it is damaged.
+        Raises BaseMismatch when it is bound to another base, CorruptArtifact (naming the tensor) when it is damaged,
+        ResourceExhausted when the chunks do not hold it.
         """
         if not 0 <= slot < self._num_slots:
             raise ValueError(f"slot {slot} lies outside 0..{self._num_slots - 1}")
-        adapter = self._build(open_packed(path), path)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # all copied before any step can see the slot
+        adapter, copies = self._place(open_packed(path), path, chunk_ids)
+        memory = self._arena.memory
+        if memory.device.type == "cpu":
+            # In numpy, which uses one thread: torch would start a second pool of threads for the thread that loads, and
+            # the two pools would hold each other up in the middle of steps.
+            array = memory.numpy()
+            for offset, piece in copies:
+                array[offset : offset + piece.nbytes] = piece.reshape(-1).view(np.uint8)
+        else:
+            for offset, piece in copies:
+                memory[offset : offset + piece.nbytes].copy_(torch.from_numpy(piece.reshape(-1).view(np.uint8).copy()))
+            torch.cuda.current_stream(memory.device).synchronize()  # all copied before any step can see the slot
         with self._lock:
             if slot in self._slots:
                 raise ValueError(f"slot {slot} is in use; release it first")
             self._slots[slot] = adapter
-        return adapter.device_bytes
+        return adapter
 
-    def get(self, slot: int) -> DeviceAdapter:
+    def get(self, slot: int) -> PlacedAdapter:
         """Return the slot's adapter. Raises KeyError when nothing is loaded there."""
         with self._lock:
             return self._slots[slot]
 
     def release(self, slot: int) -> None:
-        """Empty the slot; its memory goes when the last step that looked it up is done. An empty slot is ignored."""
+        """Empty the slot; whoever granted its chunks has them back. An empty slot is ignored."""
         with self._lock:
             self._slots.pop(slot, None)
 
-    def _build(self, packed: PackedAdapter, path: Path) -> DeviceAdapter:
+    def _place(
+        self, packed: PackedAdapter, path: Path, chunk_ids: Sequence[int]
+    ) -> tuple[PlacedAdapter, list[tuple[int, NDArray[Any]]]]:
         if packed.base_digest != self._base.base_digest:
             raise BaseMismatch(
                 f"the adapter was packed for base {packed.base_digest[:12]}, this worker serves "
@@ -102,15 +103,16 @@ class DeviceAdapters:
                 expected=self._base.base_digest,
                 actual=packed.base_digest,
             )
-        by_layer: list[dict[str, PackedModule]] = [{} for _ in range(self._base.num_layers)]
-        for module in packed.modules:
-            layer, name = self._place(module, path)
-            by_layer[layer][name] = module
-        layers = tuple(self._layer(modules) for modules in by_layer)
-        tensors = [tensor for layer in layers for site in layer if site for tensor in _tensors(site)]
-        return DeviceAdapter(packed.version_digest, layers, sum(t.numel() * t.element_size() for t in tensors))
+        tiles = [tile for module in packed.modules for tile in self._tiles(module, path)]
+        return place_tiles(
+            tiles,
+            version_digest=packed.version_digest,
+            num_places=self._base.num_layers * len(Site),
+            chunk_bytes=self._arena.chunk_bytes,
+            chunk_ids=chunk_ids,
+        )
 
-    def _place(self, module: PackedModule, path: Path) -> tuple[int, str]:
+    def _locate(self, module: PackedModule, path: Path) -> tuple[int, str]:
         """Return the module's layer and its name in it; raises CorruptArtifact when the base has no such linear."""
         match = _MODULE.fullmatch(module.name)
         shape = self._base.module_shapes.get(match[2]) if match else None
@@ -127,49 +129,21 @@ class DeviceAdapters:
             )
         return int(match[1]), match[2]
 
-    def _layer(self, modules: dict[str, PackedModule]) -> LayerFactors:
-        return (
-            self._site(Site.QKV, modules),
-            self._site(Site.O, modules),
-            self._site(Site.GATE_UP, modules),
-            self._site(Site.DOWN, modules),
-        )
-
-    def _site(self, site: Site, modules: dict[str, PackedModule]) -> SiteFactors | None:
-        """Stack the site's A factors, so that its modules' inputs are read once."""
-        shrinks: list[NDArray[Any]] = []
-        expands: list[Expand] = []
-        out = rank = 0
-        for name in SITE_MODULES[site]:
-            width = self._base.module_shapes[name][1]
-            module = modules.get(name)
-            if module is not None:
-                shrinks.append(_convert(module.a, module.dtype, self._dtype))
-                factor = self._tensor(_convert(module.b, module.dtype, self._dtype))
-                columns, rows = slice(out, out + width), slice(rank, rank + module.rank)
-                expands.append(Expand(columns, rows, factor.t(), module.scale))
-                rank += module.rank
-            out += width
-        return SiteFactors(self._tensor(np.concatenate(shrinks)).t(), tuple(expands)) if shrinks else None
-
-    def _tensor(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).view(self._dtype).to(self._device)
+    def _tiles(self, module: PackedModule, path: Path) -> list[Tile]:
+        """Cut a module into tiles."""
+        layer, name = self._locate(module, path)
+        site = next(site for site, names in SITE_MODULES.items() if name in names)
+        names = SITE_MODULES[site]
+        out = sum(self._base.module_shapes[before][1] for before in names[: names.index(name)])
+        inner, outer = self._base.module_shapes[name]
+        kind = _FORMATS[module.dtype]
+        b = np.ascontiguousarray(module.b.T)
+        ranks = max_tile_ranks(max(inner, outer) * b.itemsize, self._arena.chunk_bytes)
+        scale = np.full(module.rank, module.scale, dtype=np.float32)
+        return [
+            Tile(layer * len(Site) + site, kind, out, inner, outer, module.a[rows], b[rows], scale[rows])
+            for rows in (slice(first, first + ranks) for first in range(0, module.rank, ranks))
+        ]
 
 
-def _convert(array: NDArray[Any], stored: str, wanted: torch.dtype) -> NDArray[Any]:
-    """Copy a packed factor out of its mapped file as float32, or as the bits of bfloat16 (rounded to nearest even).
-
-    In numpy, which uses one thread: torch would start a second pool of threads for the thread that loads, and the two
-    pools would hold each other up in the middle of steps.
-    """
-    if stored == "BF16" and wanted == torch.bfloat16:
-        return array.copy()
-    wide = (array.astype(np.uint32) << 16).view(np.float32) if stored == "BF16" else array.astype(np.float32)
-    if wanted == torch.float32:
-        return wide
-    bits = wide.view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-
-def _tensors(site: SiteFactors) -> list[Tensor]:
-    return [site.shrink_t, *(expand.factor_t for expand in site.expands)]
+_FORMATS: Final = {"F32": Format.FLOAT32, "BF16": Format.BFLOAT16, "F16": Format.FLOAT16}

@@ -1,117 +1,154 @@
-"""The kernels in batched torch operators: the backend for every device until one has kernels of its own."""
+"""The kernels in batched torch operators: for devices that have no kernels of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from worker.kernels.layout import AttentionPlan, Chunk, DecodeGroup, KvCache, LoraGroup, Site
+from worker.kernels.layout import BLOCK_TOKENS, Arena, Batch, Rows, Site
+from worker.kernels.linear import Linear
+from worker.kernels.tiles import Field, PlacedAdapter, read_tile
+
+
+@dataclass(frozen=True, slots=True)
+class _Decodes:
+    """Requests with a single row, computed together over as many blocks as the longest has."""
+
+    rows: Tensor
+    blocks: Tensor
+    """[b, n]; rows with fewer blocks are filled up with block 0."""
+    seen: Tensor
+    """[b, 1, 1, n · BLOCK_TOKENS] bool."""
 
 
 class EagerKernels:
-    """`Kernels` without a loop over rows: decodes are grouped by length, chunks and adapters taken one by one.
+    """`Kernels`: a new `StepKernels` per step."""
 
-    One engine thread at a time may use an instance: it keeps the room for gathered keys and values from layer to layer,
-    since fresh memory costs as much as the gathering (every page of it must be mapped first).
-    """
+    def __init__(self, arena: Arena, cos: Tensor, sin: Tensor) -> None:
+        """cos, sin [positions, D/2] float32 on the arena's device."""
+        self._arena, self._cos, self._sin = arena, cos, sin
 
-    def __init__(self) -> None:
-        self._gathered_keys: Tensor | None = None
-        self._gathered_values: Tensor | None = None
+    def step(self, batch: Batch) -> EagerStep:
+        """See Kernels."""
+        positions = torch.from_numpy(batch.positions).to(self._cos.device)
+        return EagerStep(self._arena, batch, self._cos[positions, None], self._sin[positions, None])
+
+
+class EagerStep:
+    """`StepKernels` over one batch."""
+
+    def __init__(self, arena: Arena, batch: Batch, cos: Tensor, sin: Tensor) -> None:
+        """cos, sin [T, 1, D/2] float32."""
+        self._arena, self._cos, self._sin = arena, cos, sin
+        device = cos.device
+        slots = torch.from_numpy(batch.slots).to(device)
+        self._blocks, self._offsets = slots // BLOCK_TOKENS, slots % BLOCK_TOKENS
+        self._chunks = [request for request in batch.requests if request.count > 1]
+        singles = [request for request in batch.requests if request.count == 1]
+        self._decodes = _decodes(singles, device) if singles else None
+        self._lora = _spans(batch)
+
+    def linear(self, linear: Linear, x: Tensor) -> Tensor:
+        """See StepKernels."""
+        return functional.linear(x, linear.weight, linear.bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See Kernels."""
+        """See StepKernels."""
         if weight.dim() == 1:
             return functional.rms_norm(x, weight.shape, weight, eps)
         return functional.rms_norm(x, weight.shape[-1:], None, eps) * weight
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """See Kernels."""
-        half = x.shape[-1] // 2
-        wide = x.float()
-        first, second = wide[..., :half], wide[..., half:]
-        out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-        torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-        torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
-        return out.to(x.dtype)
+    def add_rms_norm(self, residual: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See StepKernels."""
+        residual.add_(delta)
+        return self.rms_norm(residual, weight, eps)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, cache: KvCache, layer: int, plan: AttentionPlan) -> Tensor:
-        """See Kernels."""
-        # A broken adapter may overflow; its keys must not reach others as NaN through masked positions.
-        k, v = torch.nan_to_num(k), torch.nan_to_num(v)
-        keys, values = cache.keys[layer], cache.values[layer]
-        keys.flatten(1, 2).index_copy_(1, plan.slots, k.transpose(0, 1))
-        values.flatten(1, 2).index_copy_(1, plan.slots, v.transpose(0, 1))
-        out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
-        for chunk in plan.chunks:
-            out[chunk.start : chunk.end] = _attend_chunk(q, k, v, keys, values, chunk)
-        for group in plan.decodes:
-            seen_keys = self._gathered_keys = _gather(keys, group.blocks, self._gathered_keys)
-            seen_values = self._gathered_values = _gather(values, group.blocks, self._gathered_values)
-            out.index_copy_(0, group.rows, _attend_decodes(q, seen_keys, seen_values, group))
-        return out
+    def add(self, residual: Tensor, delta: Tensor) -> None:
+        """See StepKernels."""
+        residual.add_(delta)
+
+    def attention(self, qkv: Tensor, layer: int, qk_norm: Tensor | None, eps: float) -> Tensor:
+        """See StepKernels."""
+        shape, kv = self._arena.shape, self._arena.kv[:, layer]
+        heads, kv_heads = shape.num_heads, shape.num_kv_heads
+        q_k_v = qkv.view(len(qkv), -1, shape.head_dim)
+        q_k, v = q_k_v[:, : heads + kv_heads], q_k_v[:, heads + kv_heads :]
+        if qk_norm is not None:
+            q_k = self.rms_norm(q_k, qk_norm, eps)
+        q_k = self._rotate(q_k)
+        q, k = q_k[:, :heads], q_k[:, heads:]
+        kv[self._blocks, 0, :, self._offsets] = k.to(kv.dtype)
+        kv[self._blocks, 1, :, self._offsets] = v.to(kv.dtype)
+        out = torch.empty(len(qkv), heads, shape.head_dim, dtype=qkv.dtype, device=qkv.device)
+        for chunk in self._chunks:
+            rows = slice(chunk.start, chunk.start + chunk.count)
+            length = chunk.position + chunk.count
+            blocks = kv[torch.tensor(chunk.block_ids, device=kv.device)]
+            seen = torch.ones(chunk.count, length, dtype=torch.bool, device=kv.device).tril_(chunk.position)
+            out[rows] = _attend(q[rows][None], blocks[None], seen[None, None], length)[0]
+        if self._decodes is not None:
+            decodes = self._decodes
+            length = decodes.seen.shape[-1]
+            out[decodes.rows] = _attend(q[decodes.rows][:, None], kv[decodes.blocks], decodes.seen, length)[:, 0]
+        return out.flatten(1)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """See Kernels."""
+        """See StepKernels."""
         inner = gate_up.shape[-1] // 2
         return functional.silu(gate_up[..., :inner]).mul_(gate_up[..., inner:])
 
-    def lora_add(self, y: Tensor, x: Tensor, groups: Sequence[LoraGroup], layer: int, site: Site) -> None:
-        """See Kernels."""
-        for group in groups:
-            factors = group.layers[layer][site]
-            if factors is None:
-                continue
-            h = torch.mm(x[group.start : group.end], factors.shrink_t)
-            rows = y[group.start : group.end]
-            for expand in factors.expands:
-                rows[:, expand.out].addmm_(h[:, expand.rank], expand.factor_t, alpha=expand.scale)
+    def finish(self) -> None:
+        """See StepKernels."""
+
+    def lora_add(self, y: Tensor, x: Tensor, layer: int, site: Site) -> None:
+        """See StepKernels."""
+        place = layer * len(Site) + site
+        for start, end, adapter in self._lora:
+            for record in adapter.records[adapter.starts[place] : adapter.starts[place + 1]]:
+                a, b = (factor.to(y.dtype) for factor in read_tile(self._arena.memory, record))
+                out = slice(int(record[Field.OUT]), int(record[Field.OUT] + record[Field.OUTER]))
+                y[start:end, out].addmm_(x[start:end] @ a.T, b)
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        first, second = x.float().chunk(2, dim=-1)
+        cos, sin = self._cos, self._sin
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def _attend_chunk(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, chunk: Chunk) -> Tensor:
-    """Attention of a chunk's rows to all of its request's positions so far; returns [rows, Hq · D]."""
-    rows = slice(chunk.start, chunk.end)
-    queries = q[rows].transpose(0, 1)
-    if chunk.visible is None:
-        seen_keys, seen_values = k[rows].transpose(0, 1), v[rows].transpose(0, 1)
-    else:
-        length = chunk.position + chunk.end - chunk.start
-        seen_keys = keys.index_select(1, chunk.blocks).flatten(1, 2)[:, :length]
-        seen_values = values.index_select(1, chunk.blocks).flatten(1, 2)[:, :length]
+def _decodes(singles: list[Rows], device: torch.device) -> _Decodes:
+    width = max(len(request.block_ids) for request in singles)
+    blocks = np.zeros((len(singles), width), dtype=np.int64)
+    for index, request in enumerate(singles):
+        blocks[index, : len(request.block_ids)] = request.block_ids
+    positions = np.array([request.position for request in singles])
+    seen = np.arange(width * BLOCK_TOKENS) <= positions[:, None, None, None]
+    rows = np.array([request.start for request in singles])
+    return _Decodes(*(torch.from_numpy(array).to(device) for array in (rows, blocks, seen)))
+
+
+def _spans(batch: Batch) -> list[tuple[int, int, PlacedAdapter]]:
+    """Return (first row, end, adapter) of neighbouring requests that share an adapter."""
+    spans: list[tuple[int, int, PlacedAdapter]] = []
+    for request in batch.requests:
+        if request.adapter is None:
+            continue
+        end = request.start + request.count
+        if spans and spans[-1][2] is request.adapter and spans[-1][1] == request.start:
+            spans[-1] = (spans[-1][0], end, request.adapter)
+        else:
+            spans.append((request.start, end, request.adapter))
+    return spans
+
+
+def _attend(q: Tensor, blocks: Tensor, seen: Tensor, length: int) -> Tensor:
+    """Q [b, rows, Hq, D], blocks [b, n, 2, Hk, BLOCK_TOKENS, D], seen [b, 1, rows, length] -> [b, rows, Hq, D]."""
+    keys, values = blocks.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[..., :length, :].to(q.dtype)  # [b, Hk, length, D]
+    values = values.nan_to_num()  # a weight of 0 does not silence what an earlier owner of the block left
     attended = functional.scaled_dot_product_attention(
-        queries[None],
-        seen_keys[None],
-        seen_values[None],
-        attn_mask=chunk.visible,
-        is_causal=chunk.visible is None,
-        enable_gqa=q.shape[1] != k.shape[1],
+        q.transpose(1, 2), keys.nan_to_num(), values, attn_mask=seen, enable_gqa=q.shape[2] != keys.shape[1]
     )
-    return attended[0].transpose(0, 1).flatten(1)
-
-
-def _gather(source: Tensor, blocks: Tensor, room: Tensor | None) -> Tensor:
-    """Copy n blocks of source [Hk, blocks, block_tokens, D] to [Hk, n, block_tokens, D], into `room` if that fits."""
-    shape = (source.shape[0], len(blocks), *source.shape[2:])
-    if room is None or room.shape != shape:
-        return source.index_select(1, blocks)
-    return torch.index_select(source, 1, blocks, out=room)
-
-
-def _attend_decodes(q: Tensor, keys: Tensor, values: Tensor, group: DecodeGroup) -> Tensor:
-    """Attention of one row per request to its gathered blocks, scores in float32; returns [b, Hq · D].
-
-    keys, values [Hk, b · n, block_tokens, D].
-    """
-    batch, kv_heads, dim = len(group.rows), keys.shape[0], keys.shape[-1]
-    per_kv_head = q.shape[1] // kv_heads
-    # Head-major throughout, so that the gathered blocks are the operands of the products as they lie.
-    queries = q.index_select(0, group.rows).float().view(batch, kv_heads, per_kv_head, dim)
-    queries = queries.transpose(0, 1).reshape(kv_heads * batch, per_kv_head, dim) * dim**-0.5
-    scores = torch.bmm(queries, keys.float().view(kv_heads * batch, -1, dim).transpose(1, 2))
-    scores.view(kv_heads, batch, per_kv_head, -1).masked_fill_(group.beyond, -torch.inf)
-    weights = scores.softmax(dim=-1)
-    attended = torch.bmm(weights, values.float().view(kv_heads * batch, -1, dim))
-    return attended.view(kv_heads, batch, per_kv_head, dim).transpose(0, 1).reshape(batch, -1).to(q.dtype)
+    return attended.transpose(1, 2)

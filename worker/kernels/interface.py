@@ -1,49 +1,69 @@
 """What a backend must compute; everything else of the model is plain torch.
 
-`eager` is the fast path in torch operators, `reference` the float32 oracle every backend is tested against.
+`cpu` and `eager` (any device) are fast, `reference` is the float32 oracle every backend is tested against.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
-from worker.kernels.layout import AttentionPlan, KvCache, LoraGroup, Site
+from worker.kernels.layout import Batch, Site
+from worker.kernels.linear import Linear
 
 
-class Kernels(Protocol):
-    """The operators of one backend. T rows, Hq query heads, Hk key/value heads, D head dimensions."""
+class StepKernels(Protocol):
+    """The operators over one step's T rows. Hq query heads, Hk key/value heads, D head dimensions.
+
+    Tensors are of the backend's activation dtype and contiguous.
+    """
+
+    def linear(self, linear: Linear, x: Tensor) -> Tensor:
+        """Return x Wᵀ + b, [T, out], for x [T, in]."""
+        ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return weight · x / sqrt(mean(x²) + eps) over the last dimension, the mean in float32, in x's dtype.
-
-        x [..., D]; weight [D], or [heads, D] for x [T, heads, D].
-        """
+        """Return weight · x / sqrt(mean(x²) + eps), the mean in float32. x [T, D]; weight [D]."""
         ...
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate each head's dimension pairs (i, i + D/2): (a·cos - b·sin, b·cos + a·sin); a new tensor of x's dtype.
-
-        x [T, heads, D]; cos, sin [T, 1, D/2] float32 of each row's position.
-        """
+    def add_rms_norm(self, residual: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add delta to residual in place and return the sum's norm. residual, delta [T, D]; weight [D]."""
         ...
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, cache: KvCache, layer: int, plan: AttentionPlan) -> Tensor:
-        """Write the rows' keys and values into the cache, then softmax(q·kᵀ / sqrt(D)) v over what each row may see.
+    def add(self, residual: Tensor, delta: Tensor) -> None:
+        """Add delta to residual in place; [T, D] both."""
+        ...
 
-        q [T, Hq, D]; k, v [T, Hk, D]; returns [T, Hq · D] of q's dtype. Query head h reads key head h // (Hq / Hk).
+    def attention(self, qkv: Tensor, layer: int, qk_norm: Tensor | None, eps: float) -> Tensor:
+        """Attend each row to its own and earlier positions of its request; returns [T, Hq · D].
+
+        qkv [T, (Hq + 2·Hk) · D] may be overwritten. Queries and keys are normalized by qk_norm [Hq + Hk, D], if there
+        is one, then rotated: dimension pairs (i, i + D/2) become (a·cos - b·sin, b·cos + a·sin). Keys and values go to
+        the cache, then softmax(q·kᵀ / sqrt(D)) v is taken over all positions so far; query head h reads key head
+        h // (Hq / Hk).
         """
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) · up of gate_up [T, 2 · inner]; returns [T, inner], may overwrite its input."""
+        """Return silu(gate) · up of gate_up [T, 2 · inner], [T, inner]; may overwrite its input."""
         ...
 
-    def lora_add(self, y: Tensor, x: Tensor, groups: Sequence[LoraGroup], layer: int, site: Site) -> None:
-        """Add scale · B (A x) to y for the rows of each group, in place; rows outside all groups are left alone.
+    def lora_add(self, y: Tensor, x: Tensor, layer: int, site: Site) -> None:
+        """Add scale · B (A x) of each row's adapter to y, in place; rows without an adapter are left alone.
 
-        y [T, out], x [T, in], both of the model's dtype.
+        y [T, out], x [T, in].
         """
+        ...
+
+    def finish(self) -> None:
+        """Compute what was put off: only after this may results be read."""
+        ...
+
+
+class Kernels(Protocol):
+    """A backend bound to a model's shape and an arena."""
+
+    def step(self, batch: Batch) -> StepKernels:
+        """Return the operators for a step; valid until the next call."""
         ...

@@ -1,15 +1,27 @@
-"""The values kernels work on: the paged KV cache, who attends to what in a step, and adapters' factors by site.
+"""What kernels work on: the arena of equal chunks, and the rows of a step.
 
-Rows are the step's tokens, flattened over all requests, `[T, …]`; tokens of one adapter are neighbours. Block ids index
-the KV cache's blocks. Built once per step by the model, read by every layer.
+A chunk is one KV block: BLOCK_TOKENS positions of all layers, `[layers][key, value][kv_heads][BLOCK_TOKENS][head_dim]`.
+Adapters' tiles lie in the same chunks (`tiles`). What a chunk holds is its owner's affair; a new owner may find
+anything in it, NaN included, and must not let it into a result.
+
+Rows are the step's tokens, flattened over all requests, `[T, …]`; tokens of one adapter are neighbours.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Final
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from worker.kernels.tiles import PlacedAdapter
+
+BLOCK_TOKENS: Final = 16
+"""Positions of one KV block."""
 
 
 class Site(IntEnum):
@@ -22,87 +34,56 @@ class Site(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class KvCache:
-    """Keys and values of all layers, each [layers, kv_heads, blocks, block_tokens, head_dim].
+class AttentionShape:
+    """The model's attention: counts of layers and heads, and a head's dimensions."""
 
-    Every element is finite at all times (writers see to it), so that a masked position contributes exactly nothing.
-    """
-
-    keys: Tensor
-    values: Tensor
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
 
     @property
-    def block_tokens(self) -> int:
-        """Positions in a block."""
-        return self.keys.shape[3]
+    def block_elements(self) -> int:
+        """Numbers in a KV block."""
+        return self.num_layers * 2 * self.num_kv_heads * BLOCK_TOKENS * self.head_dim
+
+
+class Arena:
+    """The device memory that KV blocks and adapters share: `num_chunks` equal chunks in one allocation."""
+
+    def __init__(self, shape: AttentionShape, *, num_chunks: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Take the memory; on a CPU a page counts only once it is written. `dtype` is that of keys and values."""
+        self.shape, self.num_chunks = shape, num_chunks
+        self.chunk_bytes = shape.block_elements * dtype.itemsize
+        size = num_chunks * self.chunk_bytes
+        if device.type == "cpu":  # torch would write the zeros; the system has pages of them that cost nothing
+            self.memory = torch.from_numpy(np.zeros(size, dtype=np.uint8))
+        else:
+            self.memory = torch.zeros(size, dtype=torch.uint8, device=device)
+        heads, dim = shape.num_kv_heads, shape.head_dim
+        self.kv: Tensor = self.memory.view(dtype).view(num_chunks, shape.num_layers, 2, heads, BLOCK_TOKENS, dim)
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """Several positions of one request, rows [start, end): a whole prompt or a part of it."""
+class Rows:
+    """One request's part of a step: rows [start, start + count) at positions [position, position + count)."""
 
     start: int
-    end: int
+    count: int
     position: int
-    """Position of the first row."""
-    blocks: Tensor
-    """[n] int64 block ids of positions 0 .. position + end - start - 1."""
-    visible: Tensor | None
-    """[end - start, position + end - start] bool, True where a row may look; None when position is 0 (plain causal)."""
+    block_ids: tuple[int, ...]
+    """KV blocks of positions 0 .. position + count - 1."""
+    adapter: PlacedAdapter | None
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeGroup:
-    """Single positions of `b` requests of similar length, computed together over `n` blocks each."""
+class Batch:
+    """The T rows of a step. Requests of one adapter are neighbours; those without come first."""
 
-    rows: Tensor
-    """[b] int64."""
-    blocks: Tensor
-    """[b * n] int64 block ids, row-major; rows with fewer blocks are filled up with block 0."""
-    lengths: Tensor
-    """[b] int64 positions each row may look at, its own included."""
-    beyond: Tensor
-    """[b, 1, n * block_tokens] bool, True past a row's length."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """Where the step's keys go and who looks at what."""
-
-    slots: Tensor
-    """[T] int64 flat cache position (block * block_tokens + offset) of every row."""
-    chunks: tuple[Chunk, ...]
-    decodes: tuple[DecodeGroup, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Expand:
-    """One module's second factor: y[:, out] += scale · h[:, rank] @ factor_t."""
-
-    out: slice
-    rank: slice
-    factor_t: Tensor
-    """Bᵀ [r, out], a view of B [out, r] with the reduction dimension innermost."""
-    scale: float
-
-
-@dataclass(frozen=True, slots=True)
-class SiteFactors:
-    """An adapter's factors at one site of one layer."""
-
-    shrink_t: Tensor
-    """Aᵀ [in, R], a view of the site's modules' A stacked to [R, in]."""
-    expands: tuple[Expand, ...]
-
-
-LayerFactors = tuple[SiteFactors | None, SiteFactors | None, SiteFactors | None, SiteFactors | None]
-"""By Site; None where the adapter does not attach."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoraGroup:
-    """Rows [start, end) that share an adapter, and its factors by layer."""
-
-    start: int
-    end: int
-    layers: tuple[LayerFactors, ...]
+    token_ids: NDArray[np.int64]
+    """[T]."""
+    positions: NDArray[np.int64]
+    """[T]."""
+    slots: NDArray[np.int64]
+    """[T] where each row's key and value go: block · BLOCK_TOKENS + offset."""
+    requests: tuple[Rows, ...]

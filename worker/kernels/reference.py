@@ -2,74 +2,108 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from worker.kernels.layout import AttentionPlan, KvCache, LoraGroup, Site
+from worker.kernels.layout import Arena, Batch, Rows, Site
+from worker.kernels.linear import Linear
+from worker.kernels.tiles import Field, read_tile
 
 
 class ReferenceKernels:
-    """`Kernels` by their formulas."""
+    """`Kernels` and `StepKernels` by their formulas, on a CPU."""
+
+    def __init__(self, arena: Arena, cos: Tensor, sin: Tensor) -> None:
+        """cos, sin [positions, D/2] float32."""
+        self._arena, self._cos, self._sin = arena, cos, sin
+        self._batch: Batch
+
+    def step(self, batch: Batch) -> ReferenceKernels:
+        """See Kernels."""
+        self._batch = batch
+        return self
+
+    def linear(self, linear: Linear, x: Tensor) -> Tensor:
+        """See StepKernels."""
+        y = x.float() @ linear.weight.float().T
+        if linear.bias is not None:
+            y = y + linear.bias.float()
+        return y.to(x.dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See Kernels."""
+        """See StepKernels."""
         wide = x.float()
         mean_square = wide.pow(2).mean(dim=-1, keepdim=True)
         return (weight.float() * (wide / torch.sqrt(mean_square + eps))).to(x.dtype)
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """See Kernels."""
-        half = x.shape[-1] // 2
-        first, second = x[..., :half].float(), x[..., half:].float()
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    def add_rms_norm(self, residual: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See StepKernels."""
+        residual += delta
+        return self.rms_norm(residual, weight, eps)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, cache: KvCache, layer: int, plan: AttentionPlan) -> Tensor:
-        """See Kernels."""
-        keys, values = cache.keys[layer], cache.values[layer]
-        for row, slot in enumerate(plan.slots.tolist()):
-            block, offset = divmod(slot, cache.block_tokens)
-            keys[:, block, offset] = torch.nan_to_num(k[row])
-            values[:, block, offset] = torch.nan_to_num(v[row])
-        out = torch.empty_like(q)
-        for chunk in plan.chunks:
-            for row in range(chunk.start, chunk.end):
-                length = chunk.position + row - chunk.start + 1
-                out[row] = _attend(q[row], keys, values, chunk.blocks, length)
-        for group in plan.decodes:
-            tables = group.blocks.view(len(group.rows), -1)
-            for row, blocks, length in zip(group.rows.tolist(), tables, group.lengths.tolist(), strict=True):
-                out[row] = _attend(q[row], keys, values, blocks, length)
-        return out.flatten(1)
+    def add(self, residual: Tensor, delta: Tensor) -> None:
+        """See StepKernels."""
+        residual.add_(delta)
+
+    def attention(self, qkv: Tensor, layer: int, qk_norm: Tensor | None, eps: float) -> Tensor:
+        """See StepKernels."""
+        shape = self._arena.shape
+        heads, kv_heads = shape.num_heads, shape.num_kv_heads
+        q_k_v = qkv.view(len(qkv), -1, shape.head_dim).float()
+        q_k, v = q_k_v[:, : heads + kv_heads], q_k_v[:, heads + kv_heads :]
+        if qk_norm is not None:
+            q_k = self.rms_norm(q_k, qk_norm, eps)
+        positions = torch.from_numpy(self._batch.positions)
+        cos, sin = self._cos[positions, None], self._sin[positions, None]
+        first, second = q_k.chunk(2, dim=-1)
+        q_k = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        q, k = q_k[:, :heads], q_k[:, heads:]
+        kv = self._arena.kv
+        for row, slot in enumerate(self._batch.slots.tolist()):
+            block, offset = divmod(slot, kv.shape[4])
+            kv[block, layer, 0, :, offset] = k[row].to(kv.dtype)
+            kv[block, layer, 1, :, offset] = v[row].to(kv.dtype)
+        out = torch.zeros(len(qkv), heads * shape.head_dim)
+        for request in self._batch.requests:
+            for row in range(request.start, request.start + request.count):
+                length = request.position + row - request.start + 1
+                out[row] = _attend(q[row], *self._seen(request, layer, length)).flatten()
+        return out.to(qkv.dtype)
+
+    def _seen(self, request: Rows, layer: int, length: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values [Hk, length, D] of a request's first positions."""
+        blocks = self._arena.kv[list(request.block_ids), layer].float()  # [n, 2, Hk, block, D]
+        keys, values = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
+        return keys, values
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """See Kernels."""
+        """See StepKernels."""
         gate, up = gate_up.float().chunk(2, dim=-1)
         return (gate / (1 + torch.exp(-gate)) * up).to(gate_up.dtype)
 
-    def lora_add(self, y: Tensor, x: Tensor, groups: Sequence[LoraGroup], layer: int, site: Site) -> None:
-        """See Kernels."""
-        for group in groups:
-            factors = group.layers[layer][site]
-            if factors is None:
+    def finish(self) -> None:
+        """See StepKernels."""
+
+    def lora_add(self, y: Tensor, x: Tensor, layer: int, site: Site) -> None:
+        """See StepKernels."""
+        place = layer * len(Site) + site
+        for request in self._batch.requests:
+            if request.adapter is None:
                 continue
-            for row in range(group.start, group.end):
-                h = x[row].float() @ factors.shrink_t.float()
-                for expand in factors.expands:
-                    delta = expand.scale * (h[expand.rank] @ expand.factor_t.float())
-                    y[row, expand.out] = (y[row, expand.out].float() + delta).to(y.dtype)
+            starts = request.adapter.starts
+            for record in request.adapter.records[starts[place] : starts[place + 1]]:
+                a, b = read_tile(self._arena.memory, record)
+                out = slice(int(record[Field.OUT]), int(record[Field.OUT] + record[Field.OUTER]))
+                for row in range(request.start, request.start + request.count):
+                    y[row, out] = (y[row, out].float() + (a @ x[row].float()) @ b).to(y.dtype)
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, length: int) -> Tensor:
-    """One row's attention: q [Hq, D]; keys, values [Hk, blocks, block_tokens, D]; returns [Hq, D]."""
+def _attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """One row's attention: q [Hq, D]; keys, values [Hk, length, D]; returns [Hq, D]."""
     heads, dim = q.shape
     per_kv_head = heads // keys.shape[0]
     out = torch.empty_like(q)
     for head in range(heads):
-        kv_head = head // per_kv_head
-        seen_keys = keys[kv_head, blocks].reshape(-1, dim)[:length].float()
-        seen_values = values[kv_head, blocks].reshape(-1, dim)[:length].float()
-        scores = seen_keys @ q[head].float() / dim**0.5
-        out[head] = (torch.softmax(scores, dim=0) @ seen_values).to(q.dtype)
+        seen_keys, seen_values = keys[head // per_kv_head], values[head // per_kv_head]
+        out[head] = torch.softmax(seen_keys @ q[head] / dim**0.5, dim=0) @ seen_values
     return out

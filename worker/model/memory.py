@@ -1,4 +1,4 @@
-"""How many KV blocks a worker gets, and the longest context they allow. Pure arithmetic; errors name the option."""
+"""How many chunks an arena gets, and the longest context they allow. Pure arithmetic; errors name the option."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from loraplex.errors import InvalidParameter
+from worker.kernels.layout import BLOCK_TOKENS
 from worker.model.config import ModelConfig
-
-BLOCK_TOKENS: Final = 16
-"""Tokens of one KV block."""
 
 CPU_DEFAULT_BYTES: Final = 2**30
 CPU_FRACTION: Final = 0.25
@@ -19,9 +17,9 @@ CUDA_FRACTION: Final = 0.8
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """The KV cache's size and the context it allows, in blocks and tokens."""
+    """The arena's size and the context it allows, in chunks and tokens."""
 
-    num_blocks: int
+    num_chunks: int
     max_context_tokens: int
 
 
@@ -43,9 +41,8 @@ def plan_cache(
     itemsize: int,
     cache_bytes: int,
     max_context_tokens: int | None,
-    max_running_requests: int,
 ) -> CachePlan:
-    """Fit the cache into `cache_bytes`, but no larger than all requests at full length could use.
+    """Fit as many chunks as there are into `cache_bytes`.
 
     Raises InvalidParameter (field `kv_cache_bytes` or `max_context_tokens`) when one block, or the context asked for,
     does not fit.
@@ -75,6 +72,4 @@ def plan_cache(
                 needed=needed,
             )
         context = max_context_tokens
-    context = min(context, affordable * BLOCK_TOKENS)
-    usable = max_running_requests * -(-context // BLOCK_TOKENS)
-    return CachePlan(min(affordable, usable), context)
+    return CachePlan(affordable, min(context, affordable * BLOCK_TOKENS))

@@ -54,9 +54,9 @@ class RopeConfig:
         return (1 - kept) * inverse / self.factor + kept * inverse
 
     def tables(self, num_positions: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of every position's angles, each [num_positions, 1, head_dim / 2] float32."""
+        """Cosines and sines of every position's angles, each [num_positions, head_dim / 2] float32."""
         positions = torch.arange(num_positions, dtype=torch.float32)
-        angles = (positions[:, None] * self.inverse_frequencies()).unsqueeze(1)
+        angles = positions[:, None] * self.inverse_frequencies()
         return angles.cos(), angles.sin()
 
 

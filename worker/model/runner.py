@@ -6,7 +6,7 @@ Owns the model, its KV cache, the adapter slots and the sampler; decides nothing
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import structlog
@@ -17,17 +17,21 @@ from worker.adapters.device import BaseShape, DeviceAdapters
 from worker.engine.plan import BASE_SLOT, AdapterLoad, SequenceStep, StepPlan, StepResult
 from worker.kernels.eager import EagerKernels
 from worker.kernels.interface import Kernels
-from worker.kernels.layout import KvCache
+from worker.kernels.layout import BLOCK_TOKENS, Arena, AttentionShape
+from worker.kernels.tiles import usable_chunk_bytes
 from worker.model.batch import build_step
 from worker.model.calibration import tokens_per_second
 from worker.model.config import ModelConfig, read_config, read_eos_token_ids
-from worker.model.decoder import Decoder, allocate_cache
+from worker.model.decoder import Decoder
 from worker.model.device import DTYPES, choose_device, choose_dtype, free_bytes
-from worker.model.memory import BLOCK_TOKENS, default_cache_bytes, plan_cache
+from worker.model.memory import default_cache_bytes, plan_cache
 from worker.model.sampler import Sampler
 from worker.model.weights import load_weights
 
 log = structlog.get_logger(__name__)
+
+Backend = Callable[[Arena, Tensor, Tensor], Kernels]
+"""Makes kernels for an arena and the tables of rotary positions, cos and sin [positions, D/2] float32."""
 
 
 class ModelRunner:
@@ -40,14 +44,14 @@ class ModelRunner:
     block_tokens: int
     total_blocks: int
     chunk_bytes: int
-    adapter_chunk_bytes: int = 0  # adapters live outside the arena
+    adapter_chunk_bytes: int
     eos_token_ids: frozenset[int]
 
     def __init__(
         self,
         config: ModelConfig,
         decoder: Decoder,
-        cache: KvCache,
+        arena: Arena,
         adapters: DeviceAdapters,
         *,
         device: torch.device,
@@ -61,11 +65,11 @@ class ModelRunner:
         self.device, self.dtype = device.type, dtype
         self.vocab_size = config.vocab_size
         self.max_context_tokens = max_context_tokens
-        self.block_tokens, self.total_blocks = cache.block_tokens, cache.keys.shape[2]
-        self.chunk_bytes = cache.keys.nbytes * 2 // self.total_blocks
+        self.block_tokens, self.total_blocks, self.chunk_bytes = BLOCK_TOKENS, arena.num_chunks, arena.chunk_bytes
+        self.adapter_chunk_bytes = usable_chunk_bytes(arena.chunk_bytes)
         self.eos_token_ids = eos_token_ids
         self._torch_device = device
-        self._decoder, self._cache, self._adapters = decoder, cache, adapters
+        self._decoder, self._adapters = decoder, adapters
         self._sampler = Sampler(eos_token_ids)
         self._max_running_requests = max_running_requests
         self._max_prefill_tokens = max_prefill_tokens
@@ -83,9 +87,9 @@ class ModelRunner:
         max_resident_adapters: int,
         max_prefill_tokens: int,
         base_digest: str,
-        kernels: Kernels | None = None,
+        backend: Backend | None = None,
     ) -> ModelRunner:
-        """Load the Hugging Face folder `base_dir` and take the KV cache's memory.
+        """Load the Hugging Face folder `base_dir` and take the arena's memory.
 
         `device` is auto, cpu or cuda; `dtype` auto, float32 or bfloat16; None leaves a size to the machine. Raises
         InvalidBaseModel, CorruptArtifact or InvalidParameter, naming the field and the remedy.
@@ -103,11 +107,11 @@ class ModelRunner:
             itemsize=torch_dtype.itemsize,
             cache_bytes=kv_cache_bytes,
             max_context_tokens=max_context_tokens,
-            max_running_requests=max_running_requests,
         )
-        cache = allocate_cache(
-            config, num_blocks=plan.num_blocks, block_tokens=BLOCK_TOKENS, device=torch_device, dtype=torch_dtype
-        )
+        shape = AttentionShape(config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim)
+        arena = Arena(shape, num_chunks=plan.num_chunks, dtype=torch_dtype, device=torch_device)
+        cos, sin = (table.to(torch_device) for table in config.rope.tables(plan.max_context_tokens))
+        kernels = (backend or _backend(torch_device))(arena, cos, sin)
         base = BaseShape(base_digest, config.num_layers, config.module_shapes())
         log.info(
             "model.opened",
@@ -115,14 +119,14 @@ class ModelRunner:
             device=torch_device.type,
             dtype=dtype_name,
             layers=config.num_layers,
-            kv_blocks=plan.num_blocks,
+            chunks=plan.num_chunks,
             max_context_tokens=plan.max_context_tokens,
         )
         return cls(
             config,
-            Decoder(config, weights, kernels or EagerKernels(), plan.max_context_tokens),
-            cache,
-            DeviceAdapters(base, num_slots=max_resident_adapters, device=torch_device, dtype=torch_dtype),
+            Decoder(config, weights, kernels),
+            arena,
+            DeviceAdapters(base, arena, num_slots=max_resident_adapters),
             device=torch_device,
             dtype=dtype_name,
             max_context_tokens=plan.max_context_tokens,
@@ -148,9 +152,9 @@ class ModelRunner:
 
     def prepare_adapter(self, slot: int, path: Path, chunk_ids: tuple[int, ...]) -> AdapterLoad:
         """Load the packed adapter at `path` into `slot`; see Runner."""
-        del chunk_ids
         with torch.inference_mode():
-            return AdapterLoad(self._adapters.load(slot, path), 0)
+            placed = self._adapters.load(slot, path, chunk_ids)
+        return AdapterLoad(placed.device_bytes, placed.chunks_used)
 
     def release_adapter(self, slot: int) -> None:
         """Forget the slot's adapter; see Runner."""
@@ -182,13 +186,18 @@ class ModelRunner:
 
     def _forward(self, sequences: Sequence[SequenceStep]) -> tuple[tuple[SequenceStep, ...], Tensor | None]:
         """Return the sequences that choose a token and their logits [S, vocab] float32, None when there are none."""
-        step = build_step(
-            sequences,
-            lambda slot: self._adapters.get(slot).layers,
-            block_tokens=self.block_tokens,
-            device=self._torch_device,
-        )
-        hidden = self._decoder.hidden(step.rows, self._cache)
-        if not step.sampled:
-            return (), None
-        return step.sampled, self._decoder.logits(hidden[step.sampled_rows])
+        step = build_step(sequences, self._adapters.get)
+        logits = self._decoder.logits(step.batch, step.sampled_rows)
+        return step.sampled, logits if step.sampled else None
+
+
+def _backend(device: torch.device) -> Backend:
+    """Return the fastest kernels there are for a device."""
+    if device.type != "cpu":
+        return EagerKernels
+    # Their compiler takes a second to import, which a GPU's worker can do without.
+    from worker.kernels.cpu.backend import CpuKernels  # noqa: PLC0415
+    from worker.kernels.cpu.pool import Pool  # noqa: PLC0415
+
+    pool = Pool(torch.get_num_threads())
+    return lambda arena, cos, sin: CpuKernels(arena, cos, sin, pool)

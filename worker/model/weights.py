@@ -50,20 +50,21 @@ class ModelWeights:
 
 
 def load_weights(folder: Path, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> ModelWeights:
-    """Load `folder`'s safetensors onto `device` as `dtype`.
+    """Load `folder`'s safetensors onto `device`, to compute in `dtype`.
 
-    Raises InvalidBaseModel or CorruptArtifact, naming the tensor or the file.
+    On a CPU matrices stored in bfloat16 stay so, as its kernels widen them without loss, and activations and norms are
+    float32 whatever `dtype` says. Raises InvalidBaseModel or CorruptArtifact, naming the tensor or the file.
     """
     with ExitStack() as stack:
         reader = _Reader(folder, stack, device, dtype)
-        embedding = reader.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+        embedding = reader.matrix("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         layers = tuple(_load_layer(reader, config, index) for index in range(config.num_layers))
         norm = reader.take("model.norm.weight", (config.hidden_size,))
         if config.tied_embeddings:
             reader.ignore("lm_head.weight")  # some checkpoints store the tied matrix twice
             lm_head = embedding
         else:
-            lm_head = reader.take("lm_head.weight", (config.vocab_size, config.hidden_size))
+            lm_head = reader.matrix("lm_head.weight", (config.vocab_size, config.hidden_size))
         reader.refuse_leftovers()
     return ModelWeights(embedding, layers, norm, Linear(lm_head, None))
 
@@ -73,11 +74,12 @@ def _load_layer(reader: _Reader, config: ModelConfig, index: int) -> LayerWeight
     hidden, shapes = config.hidden_size, config.module_shapes()
 
     def fuse(modules: tuple[str, ...], biased: bool) -> Linear:
-        weights = [reader.take(f"{prefix}{m}.weight", (shapes[m][1], shapes[m][0])) for m in modules]
+        weights = [reader.matrix(f"{prefix}{m}.weight", (shapes[m][1], shapes[m][0])) for m in modules]
         biases = [reader.take(f"{prefix}{m}.bias", (shapes[m][1],)) for m in modules] if biased else []
-        if len(modules) == 1:
-            return Linear(weights[0], biases[0] if biased else None)
-        return Linear(torch.cat(weights), torch.cat(biases) if biased else None)
+        if len({weight.dtype for weight in weights}) > 1:  # a checkpoint may store some of them wider
+            weights = [weight.float() for weight in weights]
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        return Linear(weight, torch.cat(biases) if biased else None)
 
     qkv = fuse(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), config.qkv_bias)
     o = fuse(("self_attn.o_proj",), config.o_bias)
@@ -103,7 +105,8 @@ class _Reader:
     """Tensors of a folder's files by name, each taken once."""
 
     def __init__(self, folder: Path, stack: ExitStack, device: torch.device, dtype: torch.dtype) -> None:
-        self._folder, self._device, self._dtype = folder, device, dtype
+        self._folder, self._device, self.dtype = folder, device, dtype
+        self._activations = torch.float32 if device.type == "cpu" else dtype
         self._handles: dict[str, Any] = {}
         for file in weight_files(folder):
             try:
@@ -114,6 +117,16 @@ class _Reader:
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a copy of the tensor on the device; raises InvalidBaseModel if it is not there in this shape."""
+        return self._load(name, shape).to(device=self._device, dtype=self._activations, copy=True)
+
+    def matrix(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a copy of a matrix to multiply by, in the dtype it is best read in; raises as `take` does."""
+        loaded, dtype = self._load(name, shape), self.dtype
+        if self._device.type == "cpu" and loaded.dtype == torch.bfloat16:
+            dtype = torch.bfloat16
+        return loaded.to(device=self._device, dtype=dtype, copy=True)
+
+    def _load(self, name: str, shape: tuple[int, ...]) -> Tensor:
         handle = self._handles.pop(name, None)
         if handle is None:
             raise InvalidBaseModel(
@@ -129,8 +142,8 @@ class _Reader:
                 field="base",
                 tensor=name,
             )
-        loaded: Tensor = handle.get_tensor(name)
-        return loaded.to(device=self._device, dtype=self._dtype, copy=True)  # never a view of the mapped file
+        loaded: Tensor = handle.get_tensor(name)  # may be a view of the mapped file
+        return loaded
 
     def ignore(self, name: str) -> None:
         """Leave the tensor unread if it is there."""

@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
-from common.adapter_format.packed import PackedAdapter, PackedModule, pack
-from loraplex.errors import CorruptArtifact
+from common.adapter_format.packed import PackedAdapter, PackedModule, open_packed, pack
+from loraplex.errors import CorruptArtifact, ResourceExhausted
 from tests.unit.worker.model.tiny import BASE_DIGEST, random_adapter
 from worker.adapters.device import BaseShape, DeviceAdapters
-from worker.kernels.layout import Site
+from worker.kernels.layout import Arena, AttentionShape, Site
+from worker.kernels.tiles import Field, PlacedAdapter, read_tile, usable_chunk_bytes
 from worker.model.config import parse_config
 
 CONFIG = parse_config(
@@ -27,9 +31,20 @@ CONFIG = parse_config(
 )
 
 
-def slots(dtype: torch.dtype = torch.float32) -> DeviceAdapters:
+CHUNKS = tuple(range(60, 0, -1))  # neither neighbours nor in order
+
+
+def slots() -> DeviceAdapters:
     base = BaseShape(BASE_DIGEST, CONFIG.num_layers, CONFIG.module_shapes())
-    return DeviceAdapters(base, num_slots=2, device=torch.device("cpu"), dtype=dtype)
+    shape = AttentionShape(CONFIG.num_layers, CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim)
+    arena = Arena(shape, num_chunks=70, dtype=torch.float32, device=torch.device("cpu"))
+    arena.memory.fill_(0xFF)
+    return DeviceAdapters(base, arena, num_slots=2)
+
+
+def records(adapters: DeviceAdapters, slot: int, layer: int, site: Site) -> list[NDArray[np.int64]]:
+    adapter, place = adapters.get(slot), layer * len(Site) + site
+    return list(adapter.records[adapter.starts[place] : adapter.starts[place + 1]])
 
 
 def packed_file(path: Path, name: str, a: tuple[int, int], b: tuple[int, int]) -> Path:
@@ -41,82 +56,97 @@ def packed_file(path: Path, name: str, a: tuple[int, int], b: tuple[int, int]) -
 def test_factors_lie_where_the_fused_weights_have_their_modules(tmp_path: Path) -> None:
     ranks = {"self_attn.q_proj": 2, "self_attn.v_proj": 3, "mlp.up_proj": 1}
     adapters = slots()
-    adapters.load(1, random_adapter(CONFIG, tmp_path / "a", ranks=ranks, seed=0, layers=[0, 2]))
-    first, missing, last = adapters.get(1).layers
-    assert missing == (None, None, None, None)
-    for layer in (first, last):
-        qkv, gate_up = layer[Site.QKV], layer[Site.GATE_UP]
-        assert layer[Site.O] is layer[Site.DOWN] is None
-        assert qkv is not None
-        assert gate_up is not None
-        assert qkv.shrink_t.shape == (16, 5)
-        assert [(e.out, e.rank) for e in qkv.expands] == [
-            (slice(0, 16), slice(0, 2)),  # q
-            (slice(24, 32), slice(2, 5)),  # v, behind q and k
+    adapters.load(1, random_adapter(CONFIG, tmp_path / "a", ranks=ranks, seed=0, layers=[0, 2]), CHUNKS)
+    shape = [Field.RANKS, Field.INNER, Field.OUTER, Field.OUT]
+    for layer in (0, 2):
+        assert [record[shape].tolist() for record in records(adapters, 1, layer, Site.QKV)] == [
+            [2, 16, 16, 0],  # q
+            [3, 16, 8, 24],  # v, behind q and k
         ]
-        assert [(e.out, e.rank) for e in gate_up.expands] == [(slice(24, 48), slice(0, 1))]
-        assert [e.factor_t.shape for e in qkv.expands] == [(2, 16), (3, 8)]
+        assert [record[shape].tolist() for record in records(adapters, 1, layer, Site.GATE_UP)] == [[1, 16, 24, 24]]
+    for layer, site in [(0, Site.O), (0, Site.DOWN), *((1, site) for site in Site)]:
+        assert records(adapters, 1, layer, site) == []
 
 
-@pytest.mark.parametrize(
-    ("stored", "kept"),
-    [("F32", "F32"), ("F16", "F32"), ("BF16", "F32"), ("F32", "BF16"), ("F16", "BF16"), ("BF16", "BF16")],
-)
-def test_stored_numbers_arrive_as_they_are(stored: str, kept: str, tmp_path: Path) -> None:
-    dtype = {"F32": torch.float32, "BF16": torch.bfloat16}[kept]
-    ranks = {"self_attn.o_proj": 4}
+@pytest.mark.parametrize("stored", ["F32", "F16", "BF16"])
+def test_stored_numbers_arrive_as_they_are(stored: str, tmp_path: Path) -> None:
+    ranks = {"self_attn.o_proj": 40}
     file = random_adapter(CONFIG, tmp_path / "a", ranks=ranks, seed=5, dtype=stored)
-    exact = random_adapter(CONFIG, tmp_path / "b", ranks=ranks, seed=5)
-    adapters, wide = slots(dtype), slots()
-    adapters.load(0, file)
-    wide.load(0, exact)
-    got, expected = adapters.get(0).layers[1][Site.O], wide.get(0).layers[1][Site.O]
-    assert got is not None
-    assert expected is not None
-    assert got.shrink_t.dtype == dtype
-    if stored != "BF16":
-        through = expected.shrink_t.half() if stored == "F16" else expected.shrink_t
-        assert torch.equal(got.shrink_t, through.to(dtype))
-    else:  # the helper cuts the lower bits off
-        torch.testing.assert_close(got.shrink_t.float(), expected.shrink_t, rtol=2**-7, atol=0)
+    adapters = slots()
+    adapters.load(0, file, CHUNKS)
+    module = next(module for module in open_packed(file).modules if module.name.startswith("layers.1."))
+    a, b = (_floats(factor, stored) for factor in (module.a, module.b))
+    tiles = [read_tile(adapters._arena.memory, record) for record in records(adapters, 0, 1, Site.O)]
+    assert len(tiles) > 2
+    torch.testing.assert_close(torch.cat([tile[0] for tile in tiles]), a * module.scale, rtol=1e-6, atol=0)
+    assert torch.equal(torch.cat([tile[1] for tile in tiles]), b.T)
+
+
+def _floats(array: NDArray[np.generic], stored: str) -> torch.Tensor:
+    if stored == "BF16":
+        return torch.from_numpy(array.copy()).view(torch.bfloat16).float()
+    return torch.from_numpy(array.astype(np.float32))
 
 
 def test_bytes_are_those_of_the_factors_and_slots_add_up(tmp_path: Path) -> None:
     adapters = slots()
     file = random_adapter(CONFIG, tmp_path / "a", ranks={"mlp.down_proj": 4}, seed=0)
-    expected = 3 * 4 * (24 + 16) * 4
-    assert adapters.load(0, file) == expected
-    assert adapters.load(1, file) == expected
-    assert adapters.device_bytes == 2 * expected
+    factors = 3 * (384 + 256 + 64)  # A 4 x 24, B 4 x 16 and 4 scales, in units of 64 bytes
+    first, second = adapters.load(0, file, CHUNKS[:2]), adapters.load(1, file, CHUNKS[2:])
+    assert (first.device_bytes, first.chunks_used) == (second.device_bytes, second.chunks_used) == (factors, 1)
+    assert adapters.device_bytes == 2 * factors
     adapters.release(0)
     adapters.release(0)
-    assert adapters.device_bytes == expected
+    assert adapters.device_bytes == factors
 
 
-def test_a_step_that_looked_an_adapter_up_keeps_it(tmp_path: Path) -> None:
+def test_only_the_granted_chunks_are_written(tmp_path: Path) -> None:
     adapters = slots()
-    adapters.load(0, random_adapter(CONFIG, tmp_path / "a", ranks={"mlp.down_proj": 4}, seed=0))
-    held = adapters.get(0)
-    adapters.release(0)
-    down = held.layers[0][Site.DOWN]
-    assert down is not None
-    assert torch.isfinite(down.shrink_t).all()
+    file = random_adapter(CONFIG, tmp_path / "a", ranks=dict.fromkeys(CONFIG.module_shapes(), 30), seed=0)
+    placed = adapters.load(0, file, CHUNKS)
+    assert 2 < placed.chunks_used < len(CHUNKS)
+    used = CHUNKS[: placed.chunks_used]
+    written = (adapters._arena.memory.view(70, -1) != 0xFF).any(dim=1).nonzero().flatten().tolist()
+    assert sorted(used) == written
+    chunk_bytes = adapters._arena.chunk_bytes
+    needed = -(-placed.device_bytes // usable_chunk_bytes(chunk_bytes)) + 1
+    assert placed.chunks_used <= needed  # what the engine grants
+    pieces = sorted(_pieces(placed))
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(pieces))
+    assert all(start // chunk_bytes == (end - 1) // chunk_bytes and start % 64 == 0 for start, end in pieces)
+
+
+def _pieces(placed: PlacedAdapter) -> Iterator[tuple[int, int]]:
+    """Where float32 tiles lie, by their records."""
+    for record in placed.records:
+        for field, width in ((Field.A, Field.INNER), (Field.B, Field.OUTER)):
+            yield int(record[field]), int(record[field] + 4 * record[Field.RANKS] * record[width])
+        yield int(record[Field.SCALE]), int(record[Field.SCALE] + 4 * record[Field.RANKS])
+
+
+def test_an_adapter_that_its_chunks_do_not_hold_is_refused_and_leaves_the_slot_free(tmp_path: Path) -> None:
+    adapters = slots()
+    file = random_adapter(CONFIG, tmp_path / "a", ranks=dict.fromkeys(CONFIG.module_shapes(), 30), seed=0)
+    with pytest.raises(ResourceExhausted, match="chunks"):
+        adapters.load(0, file, CHUNKS[:2])
+    with pytest.raises(KeyError):
+        adapters.get(0)
 
 
 @pytest.mark.parametrize("slot", [-1, 2])
 def test_only_the_engines_slots_exist(slot: int, tmp_path: Path) -> None:
     file = random_adapter(CONFIG, tmp_path / "a", ranks={"mlp.down_proj": 4}, seed=0)
     with pytest.raises(ValueError, match="slot"):
-        slots().load(slot, file)
+        slots().load(slot, file, CHUNKS)
 
 
 def test_a_slot_in_use_is_not_overwritten(tmp_path: Path) -> None:
     adapters = slots()
     file = random_adapter(CONFIG, tmp_path / "a", ranks={"mlp.down_proj": 4}, seed=0)
-    adapters.load(0, file)
+    adapters.load(0, file, CHUNKS)
     before = adapters.get(0)
     with pytest.raises(ValueError, match="in use"):
-        adapters.load(0, file)
+        adapters.load(0, file, CHUNKS)
     assert adapters.get(0) is before
 
 
@@ -135,5 +165,5 @@ def test_a_module_that_does_not_fit_the_base_is_named(
     name: str, a: tuple[int, int], b: tuple[int, int], tmp_path: Path
 ) -> None:
     with pytest.raises(CorruptArtifact) as caught:
-        slots().load(0, packed_file(tmp_path / "a", name, a, b))
+        slots().load(0, packed_file(tmp_path / "a", name, a, b), CHUNKS)
     assert caught.value.metadata["tensor"] == name

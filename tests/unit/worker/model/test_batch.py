@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import torch
+import numpy as np
 
 from worker.engine.plan import SequenceStep
-from worker.kernels.layout import LayerFactors
-from worker.model.batch import MAX_PADDING, build_step
+from worker.kernels.tiles import PlacedAdapter
+from worker.model.batch import build_step
 
-CPU = torch.device("cpu")
-FACTORS: dict[int, tuple[LayerFactors, ...]] = {0: ((None,) * 4,), 3: ((None,) * 4,)}
+ADAPTERS = {slot: PlacedAdapter(str(slot), np.zeros((0, 9), np.int64), np.zeros(9, np.int64), 0, 0) for slot in (0, 3)}
 
 
 def decode(request_id: int, position: int, slot: int = -1, first_block: int = 0) -> SequenceStep:
@@ -23,42 +22,27 @@ def test_rows_of_an_adapter_are_neighbours_and_results_keep_the_plans_order() ->
         decode(4, 16, slot=3, first_block=20),
         SequenceStep(5, (4, 5), 0, (30,), -1, sample=True),
     )
-    step = build_step(sequences, FACTORS.__getitem__, block_tokens=16, device=CPU)
-    assert step.rows.token_ids.tolist() == [103, 4, 5, 7, 8, 9, 101, 104]
-    assert step.rows.positions.tolist() == [20, 0, 1, 15, 16, 17, 4, 16]
-    slots = [11 * 16 + 4, 30 * 16, 30 * 16 + 1, 5 * 16 + 15, 6 * 16, 6 * 16 + 1, 4, 21 * 16]
-    assert step.rows.attention.slots.tolist() == slots
-    assert [(group.start, group.end) for group in step.rows.lora] == [(3, 6), (6, 8)]
+    looked_up: list[int] = []
+
+    def adapter_in(slot: int) -> PlacedAdapter:
+        looked_up.append(slot)
+        return ADAPTERS[slot]
+
+    step = build_step(sequences, adapter_in)
+    batch = step.batch
+    assert batch.token_ids.tolist() == [103, 4, 5, 7, 8, 9, 101, 104]
+    assert batch.positions.tolist() == [20, 0, 1, 15, 16, 17, 4, 16]
+    assert batch.slots.tolist() == [11 * 16 + 4, 30 * 16, 30 * 16 + 1, 5 * 16 + 15, 6 * 16, 6 * 16 + 1, 4, 21 * 16]
+    assert [(rows.start, rows.count, rows.position) for rows in batch.requests] == [
+        *[(0, 1, 20), (1, 2, 0), (3, 3, 15), (6, 1, 4), (7, 1, 16)],
+    ]
+    assert [rows.adapter for rows in batch.requests] == [None, None, ADAPTERS[0], ADAPTERS[3], ADAPTERS[3]]
+    assert sorted(looked_up) == [0, 3]
     assert [sequence.request_id for sequence in step.sampled] == [1, 3, 4, 5]
     assert step.sampled_rows.tolist() == [6, 0, 7, 2]
 
 
-def test_a_later_chunk_sees_its_past_and_itself_causally() -> None:
-    sequences = (SequenceStep(1, (1, 2, 3), 2, (0,), -1, sample=True),)
-    (chunk,) = build_step(sequences, FACTORS.__getitem__, block_tokens=16, device=CPU).rows.attention.chunks
-    assert chunk.visible is not None
-    assert chunk.visible.int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
-
-
-def test_a_first_chunk_needs_no_mask() -> None:
-    sequences = (SequenceStep(1, (1, 2, 3), 0, (0,), -1, sample=True),)
-    (chunk,) = build_step(sequences, FACTORS.__getitem__, block_tokens=16, device=CPU).rows.attention.chunks
-    assert chunk.visible is None
-
-
-def test_decodes_are_grouped_so_that_padding_is_bounded() -> None:
-    positions = [0, 5, 15, 16, 40, 300, 17, 5000, 31, 600]
-    sequences = tuple(decode(index, position) for index, position in enumerate(positions))
-    attention = build_step(sequences, FACTORS.__getitem__, block_tokens=16, device=CPU).rows.attention
-    seen = []
-    for group in attention.decodes:
-        width = len(group.blocks) // len(group.rows)
-        for row, length, beyond in zip(group.rows.tolist(), group.lengths.tolist(), group.beyond, strict=True):
-            assert positions[row] + 1 == length
-            assert width <= MAX_PADDING * (positions[row] // 16 + 1)
-            assert beyond.shape == (1, width * 16)
-            assert int((~beyond).sum()) == length
-            assert not beyond[0, :length].any()
-            seen.append(row)
-    assert sorted(seen) == list(range(len(positions)))
-    assert len(attention.decodes) == 4  # 1-2 blocks, 3, 19 and 38, 313: not one per sequence
+def test_a_step_that_samples_nothing_has_no_sampled_rows() -> None:
+    step = build_step((SequenceStep(1, (1, 2), 0, (0,), -1, sample=False),), ADAPTERS.__getitem__)
+    assert step.sampled == ()
+    assert step.sampled_rows.shape == (0,)

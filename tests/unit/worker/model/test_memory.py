@@ -17,20 +17,17 @@ SMOLLM2 = parse_config(
 )
 
 
-def plan(cache_bytes: int, context: int | None = None, requests: int = 64) -> CachePlan:
-    return plan_cache(
-        SMOLLM2, itemsize=2, cache_bytes=cache_bytes, max_context_tokens=context, max_running_requests=requests
-    )
+def plan(cache_bytes: int, context: int | None = None) -> CachePlan:
+    return plan_cache(SMOLLM2, itemsize=2, cache_bytes=cache_bytes, max_context_tokens=context)
 
 
 def test_a_block_has_keys_and_values_of_all_layers() -> None:
     assert block_bytes(SMOLLM2, 2) == 360 * 1024
 
 
-def test_the_cache_takes_what_it_is_given_but_no_more_than_can_be_used() -> None:
+def test_the_arena_takes_what_it_is_given_and_bounds_the_context() -> None:
     assert plan(2**30) == CachePlan(2**30 // (360 * 1024), 8192)
-    assert plan(2**40, requests=3) == CachePlan(3 * 512, 8192)
-    assert plan(2**40, context=100, requests=3) == CachePlan(3 * 7, 100)
+    assert plan(2**30, context=100) == CachePlan(2**30 // (360 * 1024), 100)
     assert plan(10 * 360 * 1024) == CachePlan(10, 160)
 
 

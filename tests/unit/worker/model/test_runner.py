@@ -10,6 +10,7 @@ from loraplex.errors import BaseMismatch, CorruptArtifact, InvalidBaseModel, Inv
 from tests.unit.worker.model.tiny import (
     VOCAB,
     Job,
+    chunks_for,
     first_logits,
     make_model,
     open_runner,
@@ -41,7 +42,8 @@ def test_what_it_says_of_itself(llama_folder: Path) -> None:
     runner = open_runner(llama_folder, max_running_requests=3)
     assert (runner.device, runner.dtype, runner.vocab_size) == ("cpu", "float32", VOCAB)
     assert (runner.block_tokens, runner.max_context_tokens) == (16, 256)
-    assert runner.total_blocks == 3 * 256 // 16  # more could never be used
+    assert runner.total_blocks * runner.chunk_bytes <= 2**30
+    assert runner.adapter_chunk_bytes == runner.chunk_bytes * 7 // 8
     assert runner.eos_token_ids == {2}
 
 
@@ -150,7 +152,7 @@ def test_an_adapter_that_overflows_breaks_nobody_else(llama_folder: Path, tmp_pa
     runner = tiny_runner(llama_folder, tmp_path)
     config = read_config(llama_folder)
     huge = random_adapter(config, tmp_path / "huge", ranks=dict.fromkeys(ALL_SEVEN, 4), seed=1, gain=1e30)
-    runner.prepare_adapter(3, huge, ())
+    runner.prepare_adapter(3, huge, chunks_for(runner, 3))
     expected = run_jobs(runner, [Job(PROMPTS[4], 10, slot=0)])
     poisoned = [Job(PROMPTS[5], 10, slot=3), Job(PROMPTS[4], 10, slot=0), Job(PROMPTS[1], 10, slot=3)]
     assert run_jobs(runner, poisoned)[1] == expected[0]
@@ -169,10 +171,10 @@ def test_a_slot_filled_anew_serves_the_new_adapter_only(llama_folder: Path, tmp_
     runner.release_adapter(0)
     with pytest.raises(KeyError):
         first_logits(runner, PROMPTS[3], 0)
-    size = runner.prepare_adapter(0, tmp_path / "1.packed", ()).device_bytes
+    size = runner.prepare_adapter(0, tmp_path / "1.packed", chunks_for(runner, 0)).device_bytes
     assert torch.equal(first_logits(runner, PROMPTS[3], 0), first_logits(runner, PROMPTS[3], 1))
     assert not torch.allclose(before, first_logits(runner, PROMPTS[3], 0), atol=1e-2)
-    assert size == runner.prepare_adapter(3, tmp_path / "1.packed", ()).device_bytes
+    assert size == runner.prepare_adapter(3, tmp_path / "1.packed", chunks_for(runner, 3)).device_bytes
 
 
 def test_an_adapter_of_another_base_is_refused(llama_folder: Path, tmp_path: Path) -> None:
@@ -180,7 +182,7 @@ def test_an_adapter_of_another_base_is_refused(llama_folder: Path, tmp_path: Pat
     config = read_config(llama_folder)
     file = random_adapter(config, tmp_path / "a", ranks={"self_attn.q_proj": 4}, seed=0, base_digest="c" * 64)
     with pytest.raises(BaseMismatch) as caught:
-        runner.prepare_adapter(0, file, ())
+        runner.prepare_adapter(0, file, chunks_for(runner, 0))
     assert caught.value.metadata["actual"] == "c" * 64
     with pytest.raises(KeyError):
         first_logits(runner, [1], 0)
@@ -191,7 +193,7 @@ def test_a_damaged_adapter_is_refused_and_leaves_the_slot_empty(llama_folder: Pa
     damaged = tmp_path / "damaged"
     damaged.write_bytes((tmp_path / "0.packed").read_bytes()[:-10])
     with pytest.raises(CorruptArtifact):
-        runner.prepare_adapter(3, damaged, ())
+        runner.prepare_adapter(3, damaged, chunks_for(runner, 3))
     with pytest.raises(KeyError):
         first_logits(runner, [1], 3)
 
@@ -205,9 +207,9 @@ def test_loading_beside_steps_disturbs_neither(llama_folder: Path, tmp_path: Pat
     def churn() -> None:
         try:
             for _ in range(40):
-                runner.prepare_adapter(3, tmp_path / "2.packed", ())
+                runner.prepare_adapter(3, tmp_path / "2.packed", chunks_for(runner, 3))
                 runner.release_adapter(3)
-            runner.prepare_adapter(3, tmp_path / "2.packed", ())
+            runner.prepare_adapter(3, tmp_path / "2.packed", chunks_for(runner, 3))
         except BaseException as error:  # noqa: BLE001 - whatever it is, the test tells
             failures.append(error)
 

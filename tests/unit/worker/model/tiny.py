@@ -142,7 +142,7 @@ def tiny_runner(folder: Path, adapters: Path, **changes: Any) -> ModelRunner:
     for slot, wanted in enumerate(ranks):
         layers = [1] if slot == 2 else None
         file = random_adapter(config, adapters / f"{slot}.packed", ranks=wanted, seed=slot, layers=layers)
-        runner.prepare_adapter(slot, file, ())
+        runner.prepare_adapter(slot, file, chunks_for(runner, slot))
     return runner
 
 
@@ -237,3 +237,9 @@ def first_logits(runner: ModelRunner, tokens: Sequence[int], slot: int = BASE_SL
         _, logits = runner._forward([SequenceStep(0, tuple(tokens), 0, blocks, slot, sample=True)])
     assert logits is not None
     return logits[0]
+
+
+def chunks_for(runner: ModelRunner, slot: int) -> tuple[int, ...]:
+    """Chunks at the arena's end, the same for a slot each time; prompts use the first ones."""
+    end = runner.total_blocks - 100 * slot
+    return tuple(range(end - 100, end))

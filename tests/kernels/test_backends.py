@@ -1,0 +1,258 @@
+"""The backends against the float32 oracle: rank x popularity x format, lengths x heads, and rows left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.arena import NUM_CHUNKS, NUM_LAYERS, add_adapter, batch_of, make_arena, randn
+from worker.kernels.cpu.backend import CpuKernels
+from worker.kernels.cpu.pool import Pool
+from worker.kernels.eager import EagerKernels
+from worker.kernels.interface import Kernels, StepKernels
+from worker.kernels.layout import Arena, AttentionShape, Site
+from worker.kernels.linear import Linear
+from worker.kernels.reference import ReferenceKernels
+from worker.kernels.tiles import Format, PlacedAdapter
+
+SMALL = AttentionShape(NUM_LAYERS, 4, 2, 16)
+WIDE = AttentionShape(NUM_LAYERS, 4, 2, 64)
+COS32, SIN32 = (randn(300, 32, seed=2) * 100).cos(), (randn(300, 32, seed=2) * 100).sin()
+COS, SIN = (randn(300, 12, seed=2) * 100).cos(), (randn(300, 12, seed=2) * 100).sin()
+
+Backend = Callable[[Arena, Tensor, Tensor], Kernels]
+
+
+@cache
+def pool(num_threads: int) -> Pool:
+    return Pool(num_threads)
+
+
+def cpu(num_threads: int) -> Backend:
+    return lambda arena, cos, sin: CpuKernels(arena, cos, sin, pool(num_threads))
+
+
+BACKENDS: dict[str, Backend] = {"one thread": cpu(1), "three threads": cpu(3), "eager": EagerKernels}
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return BACKENDS[str(request.param)]
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.shape == expected.shape
+    error = float((actual.float() - expected.float()).norm() / expected.float().norm())
+    assert error < 1e-5
+
+
+def both(backend: Backend, compute: Callable[[StepKernels], Tensor], rows: int) -> tuple[Tensor, Tensor]:
+    """Compute over `rows` rows of the base by the backend and by the oracle."""
+    results = []
+    for make in (backend, ReferenceKernels):
+        arena = make_arena(SMALL)
+        step = make(arena, COS, SIN).step(batch_of([(0, 1)] * rows, {}, [-1] * rows))
+        result = compute(step)
+        step.finish()
+        results.append(result)
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("out", "inner"), [(48, 32), (97, 65), (13, 40), (5, 24), (200, 576)])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 33])
+def test_linear(backend: Backend, rows: int, out: int, inner: int, biased: bool, dtype: torch.dtype) -> None:
+    weight, bias, x = randn(out, inner, dtype=dtype), randn(out, seed=1) if biased else None, randn(rows, inner, seed=2)
+    if backend is EagerKernels and dtype != x.dtype:
+        pytest.skip("the eager backend computes in the weight's dtype")
+    assert_close(*both(backend, lambda step: step.linear(Linear(weight, bias), x), rows))
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+def test_rms_norm(backend: Backend, rows: int) -> None:
+    x, weight = randn(rows, 64) * 3, randn(64, seed=1)
+    assert_close(*both(backend, lambda step: step.rms_norm(x, weight, 1e-5), rows))
+
+
+def test_add_rms_norm_and_add(backend: Backend) -> None:
+    weight, delta = randn(64, seed=1), randn(5, 64, seed=2)
+
+    def compute(step: StepKernels) -> Tensor:
+        residual = randn(5, 64)
+        normed = step.add_rms_norm(residual, delta, weight, 1e-5)
+        step.add(residual, normed)
+        return residual
+
+    assert_close(*both(backend, compute, 5))
+
+
+def test_silu_mul(backend: Backend) -> None:
+    def gate_up() -> Tensor:
+        return torch.cat([randn(6, 48) * 4, torch.tensor([[-100.0, 100.0, 0.0] * 16])])
+
+    assert_close(*both(backend, lambda step: step.silu_mul(gate_up()), 7))
+
+
+LENGTHS = {
+    "one": [(0, 1)],
+    "a prompt": [(0, 5)],
+    "at the bounds of blocks": [(15, 1), (16, 1), (17, 1), (0, 1)],
+    "long and short": [(3, 1), (100, 1), (250, 1), (31, 1)],
+    "prompts, chunks and decodes": [(0, 33), (7, 20), (16, 16), (40, 1), (5, 1)],
+}
+
+
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "qk norm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (3, 3, 8), (9, 3, 64), (8, 1, 24)])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_attention(
+    backend: Backend, lengths: str, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, normed: bool
+) -> None:
+    shape = AttentionShape(NUM_LAYERS, heads, kv_heads, dim)
+    angles = randn(300, dim // 2, seed=2) * 100
+    weight = randn(heads + kv_heads, dim, seed=9) if normed else None
+    chosen = LENGTHS[lengths]
+    fused = randn(sum(count for _, count in chosen), (heads + 2 * kv_heads) * dim, seed=5)
+    outputs, caches = [], []
+    for make in (backend, ReferenceKernels):
+        arena = make_arena(shape, dtype)
+        batch = batch_of(chosen, {}, [-1] * len(chosen))
+        for request in batch.requests:  # what was computed before; the rest of its blocks is still NaN
+            for position in range(request.position):
+                past = randn(2, kv_heads, dim, seed=1000 * request.start + position)
+                arena.kv[request.block_ids[position // 16], 1, :, :, position % 16] = past
+        before = arena.kv[:, 0].clone()
+        step = make(arena, angles.cos(), angles.sin()).step(batch)
+        outputs.append(step.attention(fused.clone(), 1, weight, 1e-5))
+        step.finish()
+        caches.append(arena.kv)
+        assert torch.equal(arena.kv[:, 0].view(torch.uint8), before.view(torch.uint8))  # the other layer
+    assert outputs[0].shape == (len(fused), heads * dim)
+    assert_close(*outputs)
+    written = ~caches[1].isnan()
+    assert torch.equal(written, ~caches[0].isnan())
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2  # one rounding of a bfloat16 may fall the other way
+    assert torch.allclose(caches[0][written].float(), caches[1][written].float(), rtol=tolerance, atol=1e-5)
+
+
+def test_attention_of_a_broken_row_stays_its_own(backend: Backend) -> None:
+    lengths = [(0, 1), (20, 1), (0, 6)]
+    fused = randn(8, 8 * 16, seed=5)
+    results = []
+    for broken in (False, True):
+        arena = make_arena(SMALL)
+        batch = batch_of(lengths, {}, [-1] * 3)
+        for position in range(20):
+            arena.kv[batch.requests[1].block_ids[position // 16], 1, :, :, position % 16] = randn(
+                2, 2, 16, seed=position
+            )
+        poisoned = fused.clone()
+        if broken:
+            poisoned[0] = torch.nan
+            poisoned[0, 0] = torch.inf
+        step = backend(arena, COS[:, :8], SIN[:, :8]).step(batch)
+        results.append(step.attention(poisoned, 1, None, 1e-5))
+        step.finish()
+    assert torch.equal(results[0][1:], results[1][1:])
+    assert not results[0].isnan().any()
+
+
+POPULARITY: dict[str, Callable[[int], list[int]]] = {
+    "identical": lambda n: [0] * n,
+    "distinct": lambda n: list(range(n)),
+    "uniform": lambda n: [i * i // n for i in range(n)],
+    "skewed": lambda n: [0] * (n - 3) + [1, 2, 3],
+    "with base": lambda n: [-1] * (n // 2) + [i // 2 for i in range(n - n // 2)],
+    "all base": lambda n: [-1] * n,
+}
+FORMATS = [*Format, None]
+"""None: each module in another one."""
+
+
+def adapters_in(
+    arena: Arena, slots: list[int], ranks: tuple[int, ...], kind: Format | None
+) -> dict[int, PlacedAdapter]:
+    adapters: dict[int, PlacedAdapter] = {}
+    free = list(range(NUM_CHUNKS, arena.num_chunks))
+    for slot in sorted({slot for slot in slots if slot >= 0}):
+        of_slot = ranks if slot % 2 == 0 else tuple(reversed([max(r - 1, 0) or 2 for r in ranks]))
+        modules = []
+        for index, (rank, (out, outer)) in enumerate(zip(of_slot, [(0, 176), (176, 64), (240, 16)], strict=True)):
+            if rank:
+                modules.append((rank, out, outer, list(Format)[(index + slot) % len(Format)] if kind is None else kind))
+        adapters[slot] = add_adapter(arena, free, modules, inner=80, seed=1000 * slot)
+        free = free[adapters[slot].chunks_used :]
+    return adapters
+
+
+@pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: "mixed" if kind is None else kind.name)
+@pytest.mark.parametrize("popularity", POPULARITY)
+@pytest.mark.parametrize("ranks", [(1, 1, 1), (8, 8, 8), (16, 0, 4), (0, 3, 64), (128, 0, 0)], ids=str)
+def test_lora_add(backend: Backend, ranks: tuple[int, ...], popularity: str, kind: Format | None) -> None:
+    rows = 12
+    slots = POPULARITY[popularity](rows)
+    x, y = randn(rows, 80, seed=7), randn(rows, 256, seed=8)
+    results = []
+    for make in (backend, ReferenceKernels):
+        arena = make_arena(WIDE, num_chunks=200)
+        batch = batch_of([(0, 1)] * rows, adapters_in(arena, slots, ranks, kind), slots)
+        kernels = make(arena, COS, SIN)
+        step = kernels.step(batch)
+        result = y.clone()
+        step.lora_add(result, x, 1, Site.QKV)
+        for layer, site in ((0, Site.QKV), (1, Site.DOWN)):  # the adapter does not attach there
+            step.lora_add(result, x, layer, site)
+        step.finish()
+        results.append(result)
+    assert_close(*results)
+    base = sum(slot < 0 for slot in slots)  # they come first
+    assert torch.equal(results[0][:base], y[:base])
+    assert popularity == "all base" or not torch.equal(results[0], y)
+
+
+@pytest.mark.parametrize("rows", range(1, 12))
+def test_a_row_is_the_same_bit_for_bit_however_many_it_is_computed_with(rows: int) -> None:
+    """Linears in all their forms, LoRA and attention: a neighbour must not move a result by a rounding."""
+    weight, x = randn(100, 80, dtype=torch.bfloat16), randn(12, 80, seed=1)
+    slots = [i % 3 for i in range(12)]
+    results = []
+    for count in (12, rows):
+        arena = make_arena(WIDE, num_chunks=200)
+        adapters = adapters_in(arena, slots, (16, 0, 4), None)
+        chosen = sorted(slots)[:count]
+        step = cpu(2)(arena, COS32, SIN32).step(batch_of([(0, 1)] * count, adapters, chosen))
+        y = step.linear(Linear(weight, None), x[:count].clone())
+        wide = torch.zeros(count, 256)
+        step.lora_add(wide, x[:count].clone(), 1, Site.QKV)
+        attended = step.attention(randn(12, 8 * 64, seed=3)[:count].clone(), 0, None, 1e-5)
+        step.finish()
+        results.append(torch.cat([y, wide, attended], dim=1))
+    assert torch.equal(results[0][:rows], results[1])
+
+
+def test_a_prompt_is_the_same_bit_for_bit_in_chunks_and_whole() -> None:
+    fused = randn(40, 8 * 16, seed=3)
+    results = []
+    for chunks in ([(0, 40)], [(0, 7), (7, 16), (23, 1), (24, 16)]):
+        arena = make_arena(SMALL)
+        kernels = cpu(2)(arena, COS[:, :8], SIN[:, :8])
+        parts = []
+        for position, count in chunks:
+            batch = batch_of([(0, 40)], {}, [-1])
+            whole = batch.requests[0].block_ids
+            request = batch_of([(position, count)], {}, [-1])
+            (rows,) = request.requests
+            slots = np.array([whole[p // 16] * 16 + p % 16 for p in range(position, position + count)])
+            moved = type(rows)(rows.start, rows.count, rows.position, whole[: (position + count + 15) // 16], None)
+            step = kernels.step(type(request)(request.token_ids, request.positions, slots, (moved,)))
+            parts.append(step.attention(fused[position : position + count].clone(), 0, None, 1e-5))
+            step.finish()
+        results.append(torch.cat(parts))
+    assert torch.equal(*results)

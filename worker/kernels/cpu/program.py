@@ -1,0 +1,183 @@
+"""A step as a list of operations, and the compiled code by which several threads execute it together.
+
+An operation is a row of int64: its code, its number of tasks, and addresses, sizes and numbers in the order its
+function takes them (`run_task`). Tasks of one operation are independent; an operation starts when the one before is
+complete.
+
+Threads take tasks from one ticket. A thread that gets no core takes none, and nobody waits for it: the leader waits
+only for tasks that have been begun, and meanwhile lets others have its core. (A barrier of all threads, as OpenMP's,
+stops every step on a machine where something else wants a core.)
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any, Final
+
+import numpy as np
+from numba import carray, njit
+
+from worker.kernels.cpu.atomics import address, atomic_add, atomic_load, atomic_store, compare_and_set, yield_core
+from worker.kernels.cpu.attention import attend, rotate_and_store
+from worker.kernels.cpu.elementwise import add, rms_norm, silu_mul
+from worker.kernels.cpu.linear import linear
+from worker.kernels.cpu.lora import lora_add
+from worker.kernels.cpu.numbers import COMPILED
+
+
+class Op(IntEnum):
+    """What a row computes."""
+
+    LINEAR = 0
+    RMS_NORM = 1
+    ADD_RMS_NORM = 2
+    ADD = 3
+    ROTATE_AND_STORE = 4
+    ATTEND = 5
+    SILU_MUL = 6
+    LORA_ADD = 7
+
+
+ROW: Final = 24
+"""Numbers in a row."""
+
+# The words that threads share.
+TICKET, DONE, CURRENT, ACTIVE = 0, 8, 16, 24  # a cache line apart
+STATE_WORDS: Final = 32
+
+# A ticket: | sequence number | tasks | next task |. The sequence number makes a thread that was off its core fail to
+# take a task by a ticket it had read before.
+_TASK_BITS: Final = 20
+MAX_TASKS: Final = (1 << _TASK_BITS) - 1
+_SEQUENCE_MASK: Final = (1 << 22) - 1
+
+_LINEAR, _RMS_NORM, _ADD_RMS_NORM, _ADD, _ROTATE_AND_STORE, _ATTEND, _SILU_MUL, _LORA_ADD = (int(op) for op in Op)
+
+
+@njit(**COMPILED)
+def _floats(at: Any, rows: Any, columns: Any) -> Any:
+    return carray(address(at), (rows, columns), np.float32)
+
+
+@njit(**COMPILED)
+def _ints(at: Any, rows: Any, columns: Any) -> Any:
+    return carray(address(at), (rows, columns), np.int64)
+
+
+@njit(**COMPILED)
+def run_task(p: Any, task: int) -> None:
+    """Compute one task of the operation in row `p`."""
+    op = p[0]
+    if op == _LINEAR:  # x, rows, inner, weight, outputs, bias, y, weight is bfloat16
+        x, y = _floats(p[2], p[3], p[4]), _floats(p[8], p[3], p[6])
+        bias = carray(address(p[7]), (p[6],), np.float32)
+        if p[9]:
+            linear(x, carray(address(p[5]), (p[6], p[4]), np.uint16), bias, y, task)
+        else:
+            linear(x, _floats(p[5], p[6], p[4]), bias, y, task)
+    elif op == _RMS_NORM:  # x, rows, columns, weight, eps, out
+        weight = carray(address(p[5]), (p[4],), np.float32)
+        rms_norm(_floats(p[2], p[3], p[4]), weight, _float(p, 6), _floats(p[7], p[3], p[4]), task)
+    elif op == _ADD_RMS_NORM:  # residual, rows, columns, weight, eps, out, delta
+        residual, weight = _floats(p[2], p[3], p[4]), carray(address(p[5]), (p[4],), np.float32)
+        add(residual, _floats(p[8], p[3], p[4]), task)
+        rms_norm(residual, weight, _float(p, 6), _floats(p[7], p[3], p[4]), task)
+    elif op == _ADD:  # residual, rows, columns, delta
+        add(_floats(p[2], p[3], p[4]), _floats(p[5], p[3], p[4]), task)
+    elif op == _SILU_MUL:  # gate_up, rows, inner, out
+        silu_mul(_floats(p[2], p[3], 2 * p[4]), _floats(p[5], p[3], p[4]), task)
+    elif op == _LORA_ADD:
+        # x, rows, inner, y, outputs, arena, its bytes, records, their number, starts, groups, places, place, lora rows,
+        # their groups, their number
+        arena = carray(address(p[7]), (p[8],), np.uint8)
+        starts = _ints(p[11], p[12], p[13] + 1)
+        rows, groups = carray(address(p[15]), (p[17],), np.int64), carray(address(p[16]), (p[17],), np.int64)
+        lora_add(
+            _floats(p[2], p[3], p[4]),
+            arena,
+            _ints(p[9], p[10], 9),
+            starts,
+            p[14],
+            rows,
+            groups,
+            _floats(p[5], p[3], p[6]),
+            task,
+        )
+    else:
+        _attention_task(p, task)
+
+
+@njit(**COMPILED)
+def _attention_task(p: Any, task: int) -> None:
+    # qkv, rows, Hq, Hk, D, elements of a block, layer, positions, cache, its elements, cache is bfloat16, then
+    shape = (p[4], p[5], p[6], p[7])
+    qkv = _floats(p[2], p[3], (p[4] + 2 * p[5]) * p[6])
+    positions = carray(address(p[9]), (p[3],), np.int64)
+    if p[0] == _ROTATE_AND_STORE:  # norm, its rows, eps, cos, sin, positions in them, slots
+        norm, cos, sin = _floats(p[13], p[14], p[6]), _floats(p[16], p[18], p[6] // 2), _floats(p[17], p[18], p[6] // 2)
+        slots = carray(address(p[19]), (p[3],), np.int64)
+        if p[12]:
+            kv = carray(address(p[10]), (p[11],), np.uint16)
+            rotate_and_store(qkv, norm, _float(p, 15), cos, sin, positions, kv, slots, shape, p[8], task)
+        else:
+            kv = carray(address(p[10]), (p[11],), np.float32)
+            rotate_and_store(qkv, norm, _float(p, 15), cos, sin, positions, kv, slots, shape, p[8], task)
+    else:  # tables, requests, blocks, items, their number, out
+        tables, items = _ints(p[13], p[14], p[15]), _ints(p[16], p[17], 3)
+        out = _floats(p[18], p[3], p[4] * p[6])
+        if p[12]:
+            attend(qkv, positions, carray(address(p[10]), (p[11],), np.uint16), tables, items, shape, p[8], out, task)
+        else:
+            attend(qkv, positions, carray(address(p[10]), (p[11],), np.float32), tables, items, shape, p[8], out, task)
+
+
+@njit(**COMPILED)
+def _float(p: Any, index: int) -> Any:
+    return np.float32(p[index : index + 1].view(np.float64)[0])
+
+
+@njit(**COMPILED)
+def _take_tasks(state: Any) -> bool:
+    """Compute tasks of the current operation until none is left; returns whether there was one."""
+    any_taken = False
+    while True:
+        ticket = atomic_load(state, TICKET)
+        task, tasks = ticket & MAX_TASKS, (ticket >> _TASK_BITS) & MAX_TASKS
+        if task >= tasks:
+            return any_taken
+        if compare_and_set(state, TICKET, ticket, ticket + 1):
+            # The operation cannot end before this task has: its row stays where it is.
+            row = carray(address(atomic_load(state, CURRENT)), (ROW,), np.int64)
+            run_task(row, task)
+            atomic_add(state, DONE, 1)
+            any_taken = True
+
+
+@njit(nogil=True, **COMPILED)
+def lead(program: Any, state: Any) -> None:
+    """Execute all rows of `program` [n, ROW] int64 in order, with whoever is in `follow` on the same state."""
+    for index in range(len(program)):
+        tasks = program[index, 1]
+        atomic_store(state, DONE, 0)
+        atomic_store(state, CURRENT, program[index].ctypes.data)
+        sequence = ((atomic_load(state, TICKET) >> (2 * _TASK_BITS)) + 1) & _SEQUENCE_MASK
+        atomic_store(state, TICKET, (sequence << (2 * _TASK_BITS)) | (tasks << _TASK_BITS))
+        _take_tasks(state)
+        waited = 0
+        while atomic_load(state, DONE) < tasks:
+            waited += 1
+            if waited > 200:  # some tenths of a microsecond each
+                yield_core()
+
+
+@njit(nogil=True, **COMPILED)
+def follow(state: Any) -> None:
+    """Compute tasks as they come while the state's ACTIVE word is set."""
+    idle = 0
+    while atomic_load(state, ACTIVE):
+        if _take_tasks(state):
+            idle = 0
+        else:
+            idle += 1
+            if idle > 200:
+                yield_core()

@@ -1,0 +1,184 @@
+"""An adapter's factors as tiles in the arena: at most TILE_RANKS rank rows of A and of Bᵀ, and their scales.
+
+Owns the formats, the records by which kernels find tiles, and the placing of tiles in chunks: each tile on a 64-byte
+bound and never across two chunks, whose ids need not be neighbours. Both factors lie with rank rows outermost, so that
+a CPU's vectors run along them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from loraplex.errors import ResourceExhausted
+
+TILE_RANKS: Final = 16
+INT4_GROUP: Final = 64
+"""Values along a row that share an INT4 scale."""
+
+_ALIGNMENT: Final = 64
+_PIECES_PER_CHUNK: Final = (
+    8  # no piece is larger than this part of a chunk, so that little of a chunk is ever left over
+)
+
+
+class Format(IntEnum):
+    """How a tile's values are stored."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    FLOAT16 = 2
+    INT8 = 3
+    INT4 = 4
+    """Two to a byte, value + 8: byte j of a group of L values holds value j low and value L/2 + j high."""
+
+
+class Field(IntEnum):
+    """The columns of a record."""
+
+    FORMAT = 0
+    RANKS = 1
+    INNER = 2
+    """K, values of a row of A."""
+    OUTER = 3
+    """N, values of a row of Bᵀ."""
+    OUT = 4
+    """First column of the site's output that the module writes to."""
+    A = 5
+    """Byte offset in the arena of A [ranks, K], as are the next."""
+    B = 6
+    """Bᵀ [ranks, N]."""
+    SCALE = 7
+    """[ranks] float32 by which h is multiplied; for INT4 A's scales [ranks, groups of K]."""
+    B_SCALE = 8
+    """INT4: Bᵀ's scales [ranks, groups of N]; otherwise 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rank rows of one module, ready to be placed; arrays C-contiguous, rank rows first."""
+
+    place: int
+    """layer · 4 + site."""
+    format: Format
+    out: int
+    """First column of the site's output that the module writes to."""
+    inner: int
+    """K."""
+    outer: int
+    """N."""
+    a: NDArray[Any]
+    b: NDArray[Any]
+    scale: NDArray[np.float32]
+    b_scale: NDArray[np.float32] | None = None
+
+    def pieces(self) -> tuple[NDArray[Any], ...]:
+        """Return what gets a place of its own, in the order of the fields from Field.A on."""
+        own = (self.a, self.b, self.scale)
+        return own if self.b_scale is None else (*own, self.b_scale)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedAdapter:
+    """An adapter in the arena; a step that has looked it up may use it to its end."""
+
+    version_digest: str
+    records: NDArray[np.int64]
+    """[n, 9] by Field, ordered by place."""
+    starts: NDArray[np.int64]
+    """[places + 1]: the first record of each place (layer · 4 + site)."""
+    device_bytes: int
+    chunks_used: int
+
+
+def usable_chunk_bytes(chunk_bytes: int) -> int:
+    """Return how much of each chunk but one is sure to be filled by an adapter that spans several."""
+    return chunk_bytes - chunk_bytes // _PIECES_PER_CHUNK
+
+
+def max_tile_ranks(row_bytes: int, chunk_bytes: int) -> int:
+    """Return how many rank rows of at most `row_bytes` a tile may have, 1 to TILE_RANKS."""
+    return max(1, min(TILE_RANKS, chunk_bytes // _PIECES_PER_CHUNK // max(row_bytes, 1)))
+
+
+def place_tiles(
+    tiles: Sequence[Tile], *, version_digest: str, num_places: int, chunk_bytes: int, chunk_ids: Sequence[int]
+) -> tuple[PlacedAdapter, list[tuple[int, NDArray[Any]]]]:
+    """Give every piece a place in the chunks, the largest first; a chunk is opened when no earlier one has room.
+
+    Returns the adapter and what is to be copied: (byte offset in the arena, array). Raises ResourceExhausted when the
+    chunks do not hold it.
+    """
+    tiles = sorted(tiles, key=lambda tile: tile.place)
+    records = np.zeros((len(tiles), len(Field)), dtype=np.int64)
+    waiting: list[tuple[int, int, int, NDArray[Any]]] = []
+    for index, tile in enumerate(tiles):
+        records[index, : Field.A] = (tile.format, len(tile.a), tile.inner, tile.outer, tile.out)
+        for field, piece in enumerate(tile.pieces(), Field.A):
+            size = -(-piece.nbytes // _ALIGNMENT) * _ALIGNMENT
+            waiting.append((size, index, field, piece))
+    waiting.sort(key=lambda entry: -entry[0])
+    filled: list[int] = []
+    copies: list[tuple[int, NDArray[Any]]] = []
+    size_before, chunk = 0, 0
+    for size, index, field, piece in waiting:
+        if size != size_before:
+            size_before, chunk = size, 0  # earlier chunks may have room again
+        while chunk < len(filled) and filled[chunk] + size > chunk_bytes:
+            chunk += 1
+        if chunk == len(filled):
+            if size > chunk_bytes or chunk == len(chunk_ids):
+                raise ResourceExhausted(
+                    f"the adapter does not fit the {len(chunk_ids)} chunks of {chunk_bytes} bytes it was given"
+                )
+            filled.append(0)
+        offset = chunk_ids[chunk] * chunk_bytes + filled[chunk]
+        filled[chunk] += size
+        records[index, field] = offset
+        copies.append((offset, piece))
+    starts = np.searchsorted([tile.place for tile in tiles], np.arange(num_places + 1)).astype(np.int64)
+    adapter = PlacedAdapter(version_digest, records, starts, sum(filled), len(filled))
+    return adapter, copies
+
+
+def read_tile(memory: Tensor, record: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return a tile's A [ranks, K] and Bᵀ [ranks, N] as float32 with all scales folded in: ΔW = B A."""
+    kind, ranks = Format(int(record[Field.FORMAT])), int(record[Field.RANKS])
+    inner, outer = int(record[Field.INNER]), int(record[Field.OUTER])
+
+    def read(field: Field, width: int, dtype: torch.dtype) -> Tensor:
+        at = int(record[field])
+        return memory[at : at + ranks * width * dtype.itemsize].view(dtype).view(ranks, width)
+
+    if kind == Format.INT4:
+        a, b = (_nibbles(read(f, width // 2, torch.uint8)) for f, width in ((Field.A, inner), (Field.B, outer)))
+        scales = (
+            read(f, -(-width // INT4_GROUP), torch.float32)
+            for f, width in ((Field.SCALE, inner), (Field.B_SCALE, outer))
+        )
+        a_scale, b_scale = (scale.repeat_interleave(INT4_GROUP, dim=1) for scale in scales)
+        return a * a_scale[:, :inner], b * b_scale[:, :outer]
+    stored = _STORED[kind]
+    return read(Field.A, inner, stored).float() * read(Field.SCALE, 1, torch.float32), read(
+        Field.B, outer, stored
+    ).float()
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    groups = torch.split(packed, INT4_GROUP // 2, dim=1)
+    return torch.cat([half for group in groups for half in (group & 15, group >> 4)], dim=1).float() - 8
+
+
+_STORED: Final = {
+    Format.FLOAT32: torch.float32,
+    Format.BFLOAT16: torch.bfloat16,
+    Format.FLOAT16: torch.float16,
+    Format.INT8: torch.int8,
+}
