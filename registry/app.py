@@ -83,7 +83,7 @@ async def _serve(
     store = Store(engine, keep_changes=settings.keep_changes, on_commit=signal.advance)
     metrics = Metrics(store, signal)
     admin = Admin(readiness, metrics.read, lambda: held_by(activity))
-    async with serving_admin(admin_listener, admin):
+    async with serving_admin(admin_listener, admin, settings.http_limits):
         await wait_for_database(engine, settings.database_wait_s)
         await migrate(engine)
         await collect(store, artifacts, set(await asyncio.to_thread(lambda: list(artifacts.digests()))))
