@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -15,6 +16,7 @@ from common.admin import Admin, bind_admin, held_by, serving_admin
 from common.bearer import cluster_guards
 from common.call_interceptor import CallInterceptor
 from common.rpc import Server
+from loraplex.folder_lock import FolderLock
 from loraplex.registry.v1 import (
     adapter_pb2,
     adapter_pb2_grpc,
@@ -36,7 +38,6 @@ from registry.service.garbage import collect
 from registry.service.uploads import Uploads
 from registry.service.watches import Watches
 from registry.settings import RegistrySettings
-from registry.state_lock import hold_state
 from registry.store import Store
 
 log = structlog.get_logger(__name__)
@@ -52,6 +53,10 @@ class _Readiness:
         return self.why_not
 
 
+def _state_lock(state_dir: Path) -> FolderLock:
+    return FolderLock(state_dir, "the state folder", "choose another folder with --state-dir", "state_dir")
+
+
 async def serve(settings: RegistrySettings, stopping: asyncio.Event, on_listening: Callable[[int], None]) -> None:
     """Run until `stopping` is set; `on_listening` is told the port once requests are taken.
 
@@ -60,7 +65,7 @@ async def serve(settings: RegistrySettings, stopping: asyncio.Event, on_listenin
     """
     with (
         contextlib.closing(bind_admin(settings.admin_address, settings.admin_port)) as admin_listener,
-        hold_state(settings.state_dir),
+        _state_lock(settings.state_dir).held(),
     ):
         artifacts = ArtifactFolder(settings.state_dir)
         await asyncio.to_thread(artifacts.open)
