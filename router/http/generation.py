@@ -124,7 +124,7 @@ class GenerationEndpoint:
                     Job(_job_id(exchange, number), exchange.tenant, resolved, request, deadline_s)
                     for number, request in enumerate(plan.requests)
                 ]
-                streams = await inference.open_all(jobs)
+                streams = await inference.open_all(jobs, plan.names.told)
                 try:
                     exchange.observation.first_event()
                     await self._relay(exchange, resolved, streams)
@@ -152,7 +152,10 @@ class GenerationEndpoint:
         )
         headers = fact_headers(resolved, [stream.worker_id for stream in streams], exchange.request_id)
         if not plan.stream:
-            body = await _gather(plan, answer, streams, exchange.observation)
+            try:
+                body = await _gather(plan, answer, streams, exchange.observation)
+            except LoraplexError as broken:
+                raise plan.names.told(broken) from None
             exchange.has_started = True
             await send_answer(exchange.send, 200, [_JSON, *headers], body)
             return
@@ -161,7 +164,8 @@ class GenerationEndpoint:
         try:
             async for piece in _pieces(plan, answer, streams, exchange.observation):
                 await exchange.send({"type": "http.response.body", "body": piece, "more_body": True})
-        except LoraplexError as error:
+        except LoraplexError as broken:
+            error = plan.names.told(broken)
             exchange.observation.failed(error)
             tracing.mark(tracing.current(), error)
             log.warning("http.broken_stream", request_id=exchange.request_id, reason=error.reason, error=str(error))
