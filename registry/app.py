@@ -31,6 +31,7 @@ from registry.database_wait import wait_for_database
 from registry.head_follower import follow_head
 from registry.head_signal import HeadSignal
 from registry.metrics import Metrics
+from registry.reserve import SpaceReserve
 from registry.service.adapters import Adapters
 from registry.service.api_keys import ApiKeys, ensure_bootstrap_key
 from registry.service.base_models import BaseModels
@@ -68,10 +69,9 @@ async def serve(settings: RegistrySettings, stopping: asyncio.Event, on_listenin
         _state_lock(settings.state_dir).held(),
     ):
         artifacts = ArtifactFolder(settings.state_dir)
-        await asyncio.to_thread(artifacts.open)
-        engine = open_engine(settings.url)
+        engine, reserve = open_engine(settings.url), SpaceReserve.beside(settings.url)
         try:
-            await _serve(settings, artifacts, engine, admin_listener, stopping, on_listening)
+            await _serve(settings, artifacts, engine, reserve, admin_listener, stopping, on_listening)
         finally:
             await engine.dispose()
 
@@ -80,6 +80,7 @@ async def _serve(
     settings: RegistrySettings,
     artifacts: ArtifactFolder,
     engine: AsyncEngine,
+    reserve: SpaceReserve,
     admin_listener: socket.socket,
     stopping: asyncio.Event,
     on_listening: Callable[[int], None],
@@ -90,14 +91,16 @@ async def _serve(
     admin = Admin(readiness, metrics.read, lambda: held_by(activity))
     async with serving_admin(admin_listener, admin, settings.http_limits):
         await wait_for_database(engine, settings.database_wait_s)
-        await migrate(engine)
-        await collect(store, artifacts, set(await asyncio.to_thread(lambda: list(artifacts.digests()))))
-        if settings.bootstrap_key is not None:
-            await ensure_bootstrap_key(store, settings.bootstrap_key.get_secret_value())
+        with reserve.lent():
+            await asyncio.to_thread(artifacts.open)
+            await migrate(engine)
+            await collect(store, artifacts, set(await asyncio.to_thread(lambda: list(artifacts.digests()))))
+            if settings.bootstrap_key is not None:
+                await ensure_bootstrap_key(store, settings.bootstrap_key.get_secret_value())
         uploads = Uploads(store, artifacts, settings)
         watches = Watches(store, signal, heartbeat_s=settings.heartbeat_s)
-        adapters, base_models = Adapters(store, artifacts, uploads, watches), BaseModels(store)
-        api_keys = ApiKeys(store)
+        adapters, base_models = Adapters(store, artifacts, uploads, watches, reserve), BaseModels(store)
+        api_keys = ApiKeys(store, reserve)
         server = Server(
             [
                 lambda grpc_server: adapter_pb2_grpc.add_AdapterServiceServicer_to_server(adapters, grpc_server),
