@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from common.activity import Activity, num_open_files
+from common.http_connection import HttpLimits
 from common.http_server import HttpServer, bind
 from common.metrics import CONTENT_TYPE
 
@@ -81,11 +82,11 @@ def bind_admin(host: str, port: int) -> socket.socket:
 
 
 @asynccontextmanager
-async def serving_admin(listener: socket.socket, admin: Admin) -> AsyncIterator[int]:
+async def serving_admin(listener: socket.socket, admin: Admin, limits: HttpLimits) -> AsyncIterator[int]:
     """Serve the admin port for as long as the block lasts; gives its number. The socket is closed afterwards."""
     with listener:
         host, port = listener.getsockname()[:2]
-        server = HttpServer(Starlette(routes=admin_routes(admin)), stop_timeout_s=_STOP_S)
+        server = HttpServer(Starlette(routes=admin_routes(admin)), stop_timeout_s=_STOP_S, limits=limits)
         serving = asyncio.create_task(server.serve([listener]), name="admin")
         log.info("admin.listening", host=host, port=port)
         try:

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
+from common.http_connection import HttpLimits
 from common.secret_settings import SharedEnvironment, TokenFile, TokenSecret, is_secret, on_command_line, shared_name
 from common.telemetry import LogFormat
 from loraplex.address import parse_address
@@ -70,6 +71,12 @@ class ServiceSettings(BaseSettings):
         validate_default=True,
         description="OTLP/gRPC receiver of traces, http://HOST:4317 (default: OTEL_EXPORTER_OTLP_ENDPOINT, else none)",
     )
+    http_read_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        30.0, description="seconds an HTTP client gets to send the head of a request, and again its body"
+    )
+    max_http_connections: Annotated[int, Field(ge=1)] = Field(
+        4096, description="open HTTP connections at most; beyond, those that wait for their client are closed"
+    )
 
     @model_validator(mode="after")
     def _loopback_or_guarded(self) -> Self:
@@ -82,6 +89,11 @@ class ServiceSettings(BaseSettings):
                 "where everybody who can reach it may do everything"
             )
         return self
+
+    @property
+    def http_limits(self) -> HttpLimits:
+        """What clients of the HTTP port may take."""
+        return HttpLimits(self.http_read_timeout_s, self.max_http_connections)
 
     @property
     def cluster_secret(self) -> str | None:

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Final
 
+import structlog
 import uvicorn
 from starlette.types import ASGIApp
 
-from loraplex.errors import FailedPrecondition
+from common.file_limit import raise_file_limit
+from common.http_connection import HttpAnswer, HttpConfig, HttpLimits
+from loraplex.errors import FailedPrecondition, InvalidRequest, LoraplexError, RequestTimeout
 
+log = structlog.get_logger(__name__)
+
+_OTHER_FILES: Final = 256
+"""What a process opens besides HTTP connections: gRPC's, its own files, its libraries'."""
 _BACKLOG: Final = 2048
 _KEEP_ALIVE_S: Final = 75  # longer than common load balancers keep an idle connection
 
@@ -34,14 +43,44 @@ def bind(host: str, port: int, option: str) -> socket.socket:
         ) from error
 
 
-class HttpServer(uvicorn.Server):
-    """Serves an application on a bound socket. Signals are the process's business, not uvicorn's."""
+def plain_answer(error: LoraplexError) -> HttpAnswer:
+    """Return an error that came before the application did, as a line of text."""
+    status = 408 if isinstance(error, RequestTimeout) else 400 if isinstance(error, InvalidRequest) else 503
+    headers = [(b"content-type", b"text/plain; charset=utf-8")]
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode()))
+    return status, headers, f"{error.message}\n".encode()
 
-    def __init__(self, app: ASGIApp, *, stop_timeout_s: float) -> None:
+
+def _within_files(limits: HttpLimits) -> HttpLimits:
+    """Return limits that the process's limit on open files has room for."""
+    room = max(raise_file_limit() - _OTHER_FILES, 16)
+    if room >= limits.max_connections:
+        return limits
+    log.warning("http.few_files", max_http_connections=limits.max_connections, room=room, remedy="raise ulimit -n")
+    return replace(limits, max_connections=room)
+
+
+class HttpServer(uvicorn.Server):
+    """Serves an application on a bound socket. Signals are the process's business, not uvicorn's.
+
+    `answer` forms what is refused before the application hears of it.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        stop_timeout_s: float,
+        limits: HttpLimits,
+        answer: Callable[[LoraplexError], HttpAnswer] = plain_answer,
+    ) -> None:
         self._stopping = asyncio.Event()
         super().__init__(
-            uvicorn.Config(
+            HttpConfig(
                 app,
+                _within_files(limits),
+                answer,
                 lifespan="off",
                 ws="none",
                 log_config=None,

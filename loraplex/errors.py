@@ -20,7 +20,8 @@
     ├── Unauthenticated                UNAUTHENTICATED      UNAUTHENTICATED
     ├── PermissionDenied               PERMISSION_DENIED    PERMISSION_DENIED
     ├── FailedPrecondition             FAILED_PRECONDITION  FAILED_PRECONDITION
-    │   └── BaseMismatch               FAILED_PRECONDITION  BASE_MISMATCH
+    │   ├── BaseMismatch               FAILED_PRECONDITION  BASE_MISMATCH
+    │   └── VersionMismatch            FAILED_PRECONDITION  VERSION_MISMATCH
     ├── ResourceExhausted              RESOURCE_EXHAUSTED   RESOURCE_EXHAUSTED
     │   ├── QueueFull                  RESOURCE_EXHAUSTED   QUEUE_FULL
     │   ├── TooLarge                   RESOURCE_EXHAUSTED   TOO_LARGE
@@ -198,6 +199,12 @@ class BaseMismatch(FailedPrecondition):
     """The worker's base model is not the one the request was resolved against."""
 
     reason = "BASE_MISMATCH"
+
+
+class VersionMismatch(FailedPrecondition):
+    """The artifact does not hold the adapter version that the request was resolved to."""
+
+    reason = "VERSION_MISMATCH"
 
 
 class ResourceExhausted(LoraplexError):

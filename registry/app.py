@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -15,6 +16,7 @@ from common.admin import Admin, bind_admin, held_by, serving_admin
 from common.bearer import cluster_guards
 from common.call_interceptor import CallInterceptor
 from common.rpc import Server
+from loraplex.folder_lock import FolderLock
 from loraplex.registry.v1 import (
     adapter_pb2,
     adapter_pb2_grpc,
@@ -29,6 +31,7 @@ from registry.database_wait import wait_for_database
 from registry.head_follower import follow_head
 from registry.head_signal import HeadSignal
 from registry.metrics import Metrics
+from registry.reserve import SpaceReserve
 from registry.service.adapters import Adapters
 from registry.service.api_keys import ApiKeys, ensure_bootstrap_key
 from registry.service.base_models import BaseModels
@@ -36,7 +39,6 @@ from registry.service.garbage import collect
 from registry.service.uploads import Uploads
 from registry.service.watches import Watches
 from registry.settings import RegistrySettings
-from registry.state_lock import hold_state
 from registry.store import Store
 
 log = structlog.get_logger(__name__)
@@ -52,6 +54,10 @@ class _Readiness:
         return self.why_not
 
 
+def _state_lock(state_dir: Path) -> FolderLock:
+    return FolderLock(state_dir, "the state folder", "choose another folder with --state-dir", "state_dir")
+
+
 async def serve(settings: RegistrySettings, stopping: asyncio.Event, on_listening: Callable[[int], None]) -> None:
     """Run until `stopping` is set; `on_listening` is told the port once requests are taken.
 
@@ -60,13 +66,12 @@ async def serve(settings: RegistrySettings, stopping: asyncio.Event, on_listenin
     """
     with (
         contextlib.closing(bind_admin(settings.admin_address, settings.admin_port)) as admin_listener,
-        hold_state(settings.state_dir),
+        _state_lock(settings.state_dir).held(),
     ):
         artifacts = ArtifactFolder(settings.state_dir)
-        await asyncio.to_thread(artifacts.open)
-        engine = open_engine(settings.url)
+        engine, reserve = open_engine(settings.url), SpaceReserve.beside(settings.url)
         try:
-            await _serve(settings, artifacts, engine, admin_listener, stopping, on_listening)
+            await _serve(settings, artifacts, engine, reserve, admin_listener, stopping, on_listening)
         finally:
             await engine.dispose()
 
@@ -75,6 +80,7 @@ async def _serve(
     settings: RegistrySettings,
     artifacts: ArtifactFolder,
     engine: AsyncEngine,
+    reserve: SpaceReserve,
     admin_listener: socket.socket,
     stopping: asyncio.Event,
     on_listening: Callable[[int], None],
@@ -83,16 +89,18 @@ async def _serve(
     store = Store(engine, keep_changes=settings.keep_changes, on_commit=signal.advance)
     metrics = Metrics(store, signal)
     admin = Admin(readiness, metrics.read, lambda: held_by(activity))
-    async with serving_admin(admin_listener, admin):
+    async with serving_admin(admin_listener, admin, settings.http_limits):
         await wait_for_database(engine, settings.database_wait_s)
-        await migrate(engine)
-        await collect(store, artifacts, set(await asyncio.to_thread(lambda: list(artifacts.digests()))))
-        if settings.bootstrap_key is not None:
-            await ensure_bootstrap_key(store, settings.bootstrap_key.get_secret_value())
+        with reserve.lent():
+            await asyncio.to_thread(artifacts.open)
+            await migrate(engine)
+            await collect(store, artifacts, set(await asyncio.to_thread(lambda: list(artifacts.digests()))))
+            if settings.bootstrap_key is not None:
+                await ensure_bootstrap_key(store, settings.bootstrap_key.get_secret_value())
         uploads = Uploads(store, artifacts, settings)
         watches = Watches(store, signal, heartbeat_s=settings.heartbeat_s)
-        adapters, base_models = Adapters(store, artifacts, uploads, watches), BaseModels(store)
-        api_keys = ApiKeys(store)
+        adapters, base_models = Adapters(store, artifacts, uploads, watches, reserve), BaseModels(store)
+        api_keys = ApiKeys(store, reserve)
         server = Server(
             [
                 lambda grpc_server: adapter_pb2_grpc.add_AdapterServiceServicer_to_server(adapters, grpc_server),

@@ -28,9 +28,10 @@ class ArtifactFolder:
 
     def open(self) -> None:
         """Make the folders and remove what an earlier process left half made."""
-        self._artifacts.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(self._incoming, ignore_errors=True)
-        self._incoming.mkdir(exist_ok=True)
+        with full_disk_is_no_space():
+            self._artifacts.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(self._incoming, ignore_errors=True)
+            self._incoming.mkdir(exist_ok=True)
 
     def new_incoming(self) -> Path:
         """Make a folder for one upload; the caller removes it."""
@@ -97,5 +98,5 @@ def full_disk_is_no_space() -> Iterator[None]:
         yield
     except OSError as error:
         if is_full(error):
-            raise NoSpace("the registry's disk is full; delete adapters or enlarge the disk") from error
+            raise NoSpace("the registry's disk is full; delete adapters, or free some space on it") from error
         raise

@@ -79,7 +79,8 @@ async def migrate(engine: AsyncEngine) -> None:
             f"the database {where} was made by a newer version of this program: {error}; upgrade the program"
         ) from error
     except sa.exc.DBAPIError as error:
-        raise FailedPrecondition(f"the database {where} cannot be used: {error.orig}") from error
+        remedy = "; free some space on its disk and start again" if "disk" in str(error.orig) else ""
+        raise FailedPrecondition(f"the database {where} cannot be used: {error.orig}{remedy}") from error
 
 
 def upgrade(connection: sa.Connection) -> None:

@@ -15,9 +15,8 @@ from common.tenancy import DEFAULT_TENANT
 from common.wording import shown
 from loraplex.digests import is_digest
 from loraplex.errors import AlreadyExists, InvalidBaseModel, InvalidName
+from loraplex.families import ARCHITECTURES, check_family
 from loraplex.manifest import BaseManifest
-
-ARCHITECTURES: Final = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 BOOTSTRAP_KEY_NAME: Final = "bootstrap"
 """Name of the key that the registry's environment gives."""
@@ -165,13 +164,7 @@ def describe_base(base_id: str, manifest: BaseManifest, claimed_digest: str, now
     ):
         raise InvalidBaseModel("the manifest's shapes are larger than any model", field="manifest.tensors")
     config = _config(manifest)
-    architectures = config.get("architectures")
-    architecture = architectures[0] if isinstance(architectures, list) and architectures else None
-    if architecture not in ARCHITECTURES:
-        raise InvalidBaseModel(
-            f"architecture {shown(architecture)} is not supported; supported are {', '.join(ARCHITECTURES)}",
-            field="manifest.config_json",
-        )
+    architecture = ARCHITECTURES[check_family(config, inside="manifest.config_json")]
     linears = read_linears(manifest)
     if linears.base_digest != claimed_digest:
         raise InvalidBaseModel(
@@ -179,7 +172,7 @@ def describe_base(base_id: str, manifest: BaseManifest, claimed_digest: str, now
             field="manifest.digest",
         )
     _check_layers(linears, config.get("num_hidden_layers"))
-    return BaseModelRecord(base_id, linears.base_digest, str(architecture), manifest.num_parameters, now_us)
+    return BaseModelRecord(base_id, linears.base_digest, architecture, manifest.num_parameters, now_us)
 
 
 def _config(manifest: BaseManifest) -> dict[str, Any]:

@@ -269,5 +269,8 @@ def _typed_failures() -> Iterator[None]:
         cause = str(getattr(error, "orig", error))  # without the statement and its values
         log.warning("registry.database_failed", error=cause)
         if "disk is full" in cause:
-            raise NoSpace("the disk of the registry's database is full") from error
+            raise NoSpace(
+                "the disk of the registry's database is full; delete adapters (loraplex adapter rm NAME), or free some "
+                "space on that disk"
+            ) from error
         raise RegistryUnavailable("the registry's database cannot be reached; try again", retry_after_s=1.0) from error

@@ -104,14 +104,26 @@ class Inference:
         """Return a stream whose first event is there; see Forwarder.open."""
         return await self._forwarder.open(job)
 
-    async def open_all(self, jobs: Sequence[Job]) -> list[WorkerStream]:
-        """Open one stream per job at once. Where one fails, the others are closed and its error is raised."""
+    async def open_all(
+        self, jobs: Sequence[Job], told: Callable[[LoraplexError, int], LoraplexError] = lambda error, _: error
+    ) -> list[WorkerStream]:
+        """Open one stream per job at once. Where one fails, the others are closed and its error is raised.
+
+        `told` puts the error of the job of that number into the client's words.
+        """
+
+        async def opened(number: int) -> WorkerStream:
+            try:
+                return await self.open(jobs[number])
+            except LoraplexError as error:
+                raise told(error, number) from None
+
         if len(jobs) == 1:
-            return [await self.open(jobs[0])]
+            return [await opened(0)]
         tasks: list[asyncio.Task[WorkerStream]] = []
         try:
             async with asyncio.TaskGroup() as group:
-                tasks.extend(group.create_task(self.open(job)) for job in jobs)
+                tasks.extend(group.create_task(opened(number)) for number in range(len(jobs)))
         except BaseException as error:
             for task in tasks:
                 if task.done() and not task.cancelled() and task.exception() is None:

@@ -25,7 +25,8 @@ from router.discovery import parse_workers
 from router.fleet import Fleet
 from router.forward import Forwarder
 from router.http.app import make_app
-from router.inference import Inference
+from router.http.errors import error_answer
+from router.inference import Inference, request_id_from
 from router.metrics import Metrics
 from router.quota import Limits
 from router.service import FleetService, InferenceService, ModelService
@@ -87,8 +88,14 @@ class Router:
             admin,
             self._activity,
             max_body_bytes=settings.max_body_bytes,
+            body_timeout_s=settings.http_read_timeout_s,
         )
-        self._http = HttpServer(app, stop_timeout_s=_CUT_S)
+        self._http = HttpServer(
+            app,
+            stop_timeout_s=_CUT_S,
+            limits=settings.http_limits,
+            answer=lambda error: error_answer(error, request_id_from(None)),
+        )
         self.grpc_port = 0
         self.http_port = 0
 

@@ -100,7 +100,7 @@ class WorkerApp:
         settings = self._settings
         with contextlib.closing(bind_admin(settings.admin_address, settings.admin_port)) as admin_listener:
             admin = Admin(self._why_not_ready, self._metrics.read, self._resources)
-            async with serving_admin(admin_listener, admin):
+            async with serving_admin(admin_listener, admin, settings.http_limits):
                 await self._serve(stop)
 
     async def _serve(self, stop: asyncio.Event) -> None:

@@ -28,6 +28,7 @@ from loraplex.worker.v1.worker_pb2 import (
 from loraplex.worker.v1.worker_pb2_grpc import WorkerServiceServicer
 from worker import mailbox
 from worker.adapters.store import AdapterStore, Lease
+from worker.adapters.versions import Versions
 from worker.admission import Admission, Ticket
 from worker.engine_client import EngineClient, EngineState
 from worker.generation import ChoiceEnd, Generation, StreamLimits, TextDelta
@@ -118,6 +119,7 @@ class WorkerService(WorkerServiceServicer):
         self._base: ServedBase | None = None
         self._refusal: Callable[[], LoraplexError] | None = None
         self._held: set[_Held] = set()
+        self._versions = Versions()
 
     def open(self, base: ServedBase) -> None:
         """Serve this base model, whenever the engine is ready."""
@@ -193,6 +195,7 @@ class WorkerService(WorkerServiceServicer):
                 held.lease = await self._acquire(adapter.artifact_digest, context.time_remaining())
                 span.set_attribute("loraplex.adapter.fetched", held.lease.fetched)
             fetch_s = time.monotonic() - asked_s if held.lease.fetched else 0.0
+            await self._versions.check(held.lease.file, adapter.version_digest)
 
         lease = held.lease
         seed = secrets.randbits(SEED_BITS) if sampling.seed is None else sampling.seed

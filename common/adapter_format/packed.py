@@ -17,9 +17,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from common.adapter_format.tensor_file import NUMPY_DTYPES, StoredTensor, open_tensors, write_tensors
+from common.adapter_format.tensor_file import MAX_HEADER_BYTES, NUMPY_DTYPES, StoredTensor, open_tensors, write_tensors
 from loraplex.digests import canonical_json, digest_of
 from loraplex.errors import CorruptArtifact, InvalidAdapter
+from loraplex.safetensors_header import read_header
 
 PACKER: Final = 1
 FORMAT_NONE: Final = "none"
@@ -111,6 +112,17 @@ def open_packed(path: Path) -> PackedAdapter:
         modules = tuple(_module(path, name, header["modules"][name], stored.tensors) for name in names)
         return PackedAdapter(str(header["version_digest"]), str(header["base_digest"]), header["format"], modules)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptArtifact(
+            f"{path.name} is not a packed adapter: its metadata is damaged", file=path.name
+        ) from error
+
+
+def read_version_digest(path: Path) -> str:
+    """Return the version a packed file says it holds, from its header alone. Raises CorruptArtifact."""
+    try:
+        header = json.loads(read_header(path, max_header_bytes=MAX_HEADER_BYTES).metadata[_KEY])
+        return str(header["version_digest"])
+    except (KeyError, TypeError, ValueError) as error:
         raise CorruptArtifact(
             f"{path.name} is not a packed adapter: its metadata is damaged", file=path.name
         ) from error

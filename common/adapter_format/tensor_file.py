@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from loraplex.errors import UnsupportedAdapter
 from loraplex.safetensors_header import read_header
 
-_MAX_HEADER_BYTES: Final = 16 * 2**20  # a thousand times what an adapter of a large model needs
+MAX_HEADER_BYTES: Final = 16 * 2**20  # a thousand times what an adapter of a large model needs
 _ALIGNMENT: Final = 64
 # BF16 has no numpy type; its bits travel as uint16.
 NUMPY_DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
@@ -58,7 +58,7 @@ def open_tensors(file: Path) -> TensorFile:
     """
     with file.open("rb") as stream:
         _refuse_pickle(file, stream.read(9))
-        header = read_header(file, max_header_bytes=_MAX_HEADER_BYTES)
+        header = read_header(file, max_header_bytes=MAX_HEADER_BYTES)
         mapped = memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
     tensors = {
         name: StoredTensor(name, entry.dtype, entry.shape, mapped[entry.start : entry.stop])

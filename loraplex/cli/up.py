@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Final
@@ -25,6 +21,7 @@ from loraplex.cli.signals import StopSignals
 from loraplex.cli.tree import find_tree
 from loraplex.client import AsyncClient
 from loraplex.errors import FailedPrecondition
+from loraplex.folder_lock import FolderLock
 from loraplex.records import Model
 
 _DEFAULT_PORTS: Final = ("127.0.0.1:50050", "127.0.0.1:50051")
@@ -92,7 +89,7 @@ def up(
     ]
     claim_ports(host, wanted)  # before anything slow
     state_dir = (state or default_state_dir()).expanduser().absolute()
-    with locked(state_dir):
+    with state_lock(state_dir).held():
         chosen = resolve_base(base, base_id, (lambda _: None) if as_json else output.note)
         registry_port, router_port, http_port, *others = claim_ports(host, wanted)
         worker_ports, (registry_admin_port, *worker_admin_ports) = others[:workers], others[workers:]
@@ -118,35 +115,14 @@ def up(
         raise typer.Exit(asyncio.run(_up(plan, chosen, adapters, board, ready_timeout_s)))
 
 
-@contextmanager
-def locked(state_dir: Path) -> Iterator[None]:
-    """Hold a state folder for this process alone. Raises FailedPrecondition, naming who holds it."""
-    try:
-        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = (state_dir / "up.lock").open("a+")
-    except OSError as error:
-        raise _unusable(state_dir, error) from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            holder = lock.read().strip() or "unknown"
-            raise FailedPrecondition(
-                f"the state folder {state_dir} is in use by another `loraplex up` (process {holder}); "
-                "stop that one, or choose another folder with --state"
-            ) from None
-        try:
-            lock.truncate(0)
-            os.write(lock.fileno(), str(os.getpid()).encode())
-        except OSError as error:
-            raise _unusable(state_dir, error) from error
-        yield
-
-
-def _unusable(state_dir: Path, error: OSError) -> FailedPrecondition:
-    return FailedPrecondition(
-        f"the state folder {state_dir} cannot be used ({error.strerror}); choose another with --state"
+def state_lock(state_dir: Path) -> FolderLock:
+    """Return the lock by which one `loraplex up` at a time has a state folder."""
+    return FolderLock(
+        state_dir,
+        "the state folder",
+        "choose another folder with --state",
+        file_name="up.lock",
+        needs_space=True,  # logs go there, and who reads them wonders where they are
     )
 
 

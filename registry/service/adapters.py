@@ -15,6 +15,7 @@ from loraplex.errors import AdapterNotFound, InvalidParameter
 from loraplex.registry.v1 import adapter_pb2, adapter_pb2_grpc
 from registry.artifacts import ArtifactFolder
 from registry.domain import check_adapter_name
+from registry.reserve import SpaceReserve
 from registry.service.garbage import collect
 from registry.service.messages import adapter_message
 from registry.service.tasks import to_the_end
@@ -30,11 +31,14 @@ _CHUNK_BYTES: Final = 2**20
 class Adapters(adapter_pb2_grpc.AdapterServiceServicer):
     """Serves adapters from the store and their artifacts from the folder."""
 
-    def __init__(self, store: Store, artifacts: ArtifactFolder, uploads: Uploads, watches: Watches) -> None:
+    def __init__(
+        self, store: Store, artifacts: ArtifactFolder, uploads: Uploads, watches: Watches, reserve: SpaceReserve
+    ) -> None:
         self._store = store
         self._artifacts = artifacts
         self._uploads = uploads
         self._watches = watches
+        self._reserve = reserve
 
     async def UploadArtifact(self, request_iterator: Any, context: Any) -> adapter_pb2.UploadArtifactResponse:
         """Register a version of an adapter."""
@@ -85,13 +89,14 @@ class Adapters(adapter_pb2_grpc.AdapterServiceServicer):
         return adapter_pb2.DeleteAdapterResponse(revision=revision)
 
     async def _delete(self, name: str) -> int:
-        async with self._store.write() as transaction:
-            adapter = await transaction.adapter(DEFAULT_TENANT, name)
-            if adapter is None:
-                raise _unknown_adapter(name)
-            await transaction.delete_adapter(DEFAULT_TENANT, name)
-        log.info("registry.adapter_deleted", name=name, revision=transaction.revision)
-        await collect(self._store, self._artifacts, {version.artifact_digest for version in adapter.versions})
+        with self._reserve.lent():
+            async with self._store.write() as transaction:
+                adapter = await transaction.adapter(DEFAULT_TENANT, name)
+                if adapter is None:
+                    raise _unknown_adapter(name)
+                await transaction.delete_adapter(DEFAULT_TENANT, name)
+            log.info("registry.adapter_deleted", name=name, revision=transaction.revision)
+            await collect(self._store, self._artifacts, {version.artifact_digest for version in adapter.versions})
         return transaction.revision
 
     async def Watch(self, request: adapter_pb2.WatchRequest, context: Any) -> AsyncIterator[adapter_pb2.WatchResponse]:

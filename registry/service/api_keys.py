@@ -14,9 +14,10 @@ from common.tenancy import DEFAULT_TENANT
 from loraplex.errors import AlreadyExists, NotFound
 from loraplex.registry.v1 import api_key_pb2, api_key_pb2_grpc
 from registry.domain import BOOTSTRAP_KEY_NAME, ApiKeyRecord, check_key_name
+from registry.reserve import SpaceReserve
 from registry.service.messages import api_key_message
 from registry.service.tasks import to_the_end
-from registry.store import Store
+from registry.store import Store, WriteTransaction
 
 log = structlog.get_logger(__name__)
 
@@ -24,8 +25,9 @@ log = structlog.get_logger(__name__)
 class ApiKeys(api_key_pb2_grpc.ApiKeyServiceServicer):
     """Serves API keys from the store."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, reserve: SpaceReserve) -> None:
         self._store = store
+        self._reserve = reserve
 
     async def CreateApiKey(
         self, request: api_key_pb2.CreateApiKeyRequest, context: Any
@@ -67,12 +69,16 @@ class ApiKeys(api_key_pb2_grpc.ApiKeyServiceServicer):
         return api_key_pb2.DeleteApiKeyResponse(revision=await to_the_end(self._delete(request.key_id)))
 
     async def _delete(self, key_id: str) -> int:
-        async with self._store.write() as transaction:
-            if await transaction.api_key(key_id) is None:
-                raise NotFound("no API key has this id; `loraplex key list` tells which exist", field="key_id")
-            await transaction.delete_api_key(key_id)
+        with self._reserve.lent():  # a key must be revocable whatever the disk
+            async with self._store.write() as transaction:
+                await self._revoke(transaction, key_id)
         log.info("registry.api_key_deleted", key_id=key_id, revision=transaction.revision)
         return transaction.revision
+
+    async def _revoke(self, transaction: WriteTransaction, key_id: str) -> None:
+        if await transaction.api_key(key_id) is None:
+            raise NotFound("no API key has this id; `loraplex key list` tells which exist", field="key_id")
+        await transaction.delete_api_key(key_id)
 
 
 async def ensure_bootstrap_key(store: Store, text: str) -> None:

@@ -21,6 +21,7 @@ from router.http.answers import ChatAnswer, CompletionAnswer
 from router.http.errors import error_answer, error_object
 from router.http.generation import GenerationEndpoint
 from router.http.translate import chat_plan, completion_plan
+from router.http.wire import BodyLimits
 from router.inference import Inference, request_id_from
 
 _OWNER = "loraplex"
@@ -121,13 +122,13 @@ def make_app(
     activity: Activity,
     *,
     max_body_bytes: int,
+    body_timeout_s: float,
 ) -> Starlette:
     """Return the ASGI application."""
     models = Models(catalog, access)
-    chat = GenerationEndpoint(inference, access, chat_plan, ChatAnswer, max_body_bytes=max_body_bytes)
-    completions = GenerationEndpoint(
-        inference, access, completion_plan, CompletionAnswer, max_body_bytes=max_body_bytes
-    )
+    body = BodyLimits(max_body_bytes, body_timeout_s)
+    chat = GenerationEndpoint(inference, access, chat_plan, ChatAnswer, body)
+    completions = GenerationEndpoint(inference, access, completion_plan, CompletionAnswer, body)
     return Starlette(
         routes=[
             Route("/v1/chat/completions", Counted(chat, activity), methods=["POST"]),

@@ -29,7 +29,7 @@ from router.http.errors import error_answer, error_object
 from router.http.facts import fact_headers, facts_object, fingerprint
 from router.http.traces import HttpTrace
 from router.http.translate import Plan
-from router.http.wire import ClientGone, header, parse_json, read_body, send_answer, until_client_leaves
+from router.http.wire import BodyLimits, ClientGone, header, parse_json, read_body, send_answer, until_client_leaves
 from router.inference import Inference, request_id_from
 from router.metrics import Observation
 from router.traces import describe_usage, name_request
@@ -76,14 +76,13 @@ class GenerationEndpoint:
         access: Access,
         plan: Callable[[Mapping[str, Any]], Plan],
         answer: Callable[[Head], Answer],
-        *,
-        max_body_bytes: int,
+        body: BodyLimits,
     ) -> None:
         self._inference = inference
         self._access = access
         self._plan = plan
         self._answer = answer
-        self._max_body_bytes = max_body_bytes
+        self._body = body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -96,7 +95,7 @@ class GenerationEndpoint:
             with self._inference.observed("http") as observation:
                 request_id = request_id_from(header(scope, REQUEST_ID_KEY))
                 tenant = self._access.client(header(scope, AUTHORIZATION_KEY))
-                plan = self._plan(parse_json(await read_body(receive, self._max_body_bytes)))
+                plan = self._plan(parse_json(await read_body(receive, self._body)))
                 name_request(request_id, plan.model, trace.operation)
                 with self._inference.admitted(tenant, len(plan.requests)):
                     exchange = _Exchange(plan, tenant, request_id, header(scope, MIN_REVISION_KEY), observation, send)
@@ -125,7 +124,7 @@ class GenerationEndpoint:
                     Job(_job_id(exchange, number), exchange.tenant, resolved, request, deadline_s)
                     for number, request in enumerate(plan.requests)
                 ]
-                streams = await inference.open_all(jobs)
+                streams = await inference.open_all(jobs, plan.names.told)
                 try:
                     exchange.observation.first_event()
                     await self._relay(exchange, resolved, streams)
@@ -153,7 +152,10 @@ class GenerationEndpoint:
         )
         headers = fact_headers(resolved, [stream.worker_id for stream in streams], exchange.request_id)
         if not plan.stream:
-            body = await _gather(plan, answer, streams, exchange.observation)
+            try:
+                body = await _gather(plan, answer, streams, exchange.observation)
+            except LoraplexError as broken:
+                raise plan.names.told(broken) from None
             exchange.has_started = True
             await send_answer(exchange.send, 200, [_JSON, *headers], body)
             return
@@ -162,7 +164,8 @@ class GenerationEndpoint:
         try:
             async for piece in _pieces(plan, answer, streams, exchange.observation):
                 await exchange.send({"type": "http.response.body", "body": piece, "more_body": True})
-        except LoraplexError as error:
+        except LoraplexError as broken:
+            error = plan.names.told(broken)
             exchange.observation.failed(error)
             tracing.mark(tracing.current(), error)
             log.warning("http.broken_stream", request_id=exchange.request_id, reason=error.reason, error=str(error))

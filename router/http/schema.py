@@ -116,20 +116,23 @@ def _refusal(error: ValidationError) -> InvalidParameter:
     return InvalidParameter(f"{path or root}: {said}", field=path or str(root))
 
 
-def prompts_of(prompt: object) -> list[str | list[int]]:
-    """Return the prompts of a completion request: texts or lists of token ids. Raises InvalidParameter, EmptyPrompt."""
+def prompts_of(prompt: object) -> dict[str, str | list[int]]:
+    """Return the prompts of a completion request, texts or lists of token ids, by the names the client has for them.
+
+    Raises InvalidParameter, EmptyPrompt.
+    """
     if isinstance(prompt, str):
-        return [_prompt_of(prompt, "prompt")]
+        return {"prompt": _prompt_of(prompt, "prompt")}
     if not isinstance(prompt, list):
         raise InvalidParameter(f"prompt must be {_PROMPT_KINDS}", field="prompt")
     if not prompt:
         raise EmptyPrompt("prompt is an empty array", field="prompt")
     if all(type(item) is int for item in prompt):
-        return [_prompt_of(prompt, "prompt")]
+        return {"prompt": _prompt_of(prompt, "prompt")}
     if len(prompt) > MAX_PROMPTS:
         raise InvalidParameter(f"prompt has {len(prompt)} items; at most {MAX_PROMPTS} are taken", field="prompt")
-    prompts = [_prompt_of(item, f"prompt[{position}]") for position, item in enumerate(prompt)]
-    if len({type(item) for item in prompts}) > 1:
+    prompts = {(path := f"prompt[{position}]"): _prompt_of(item, path) for position, item in enumerate(prompt)}
+    if len({type(item) for item in prompts.values()}) > 1:
         raise InvalidParameter("prompt mixes strings and token ids; send one kind", field="prompt")
     return prompts
 
@@ -152,9 +155,10 @@ def _prompt_of(value: object, path: str) -> str | list[int]:
 
 def _path(loc: tuple[int | str, ...]) -> list[int | str]:
     """Return the field names and indices of a location, without pydantic's names of union members."""
-    return [part for part in loc if isinstance(part, int) or part in _FIELDS]
+    return [part for part in loc if isinstance(part, int) or part in FIELDS]
 
 
-_FIELDS: Final = frozenset(
+FIELDS: Final = frozenset(
     name for kind in (ChatRequest, CompletionRequest, Message, TextPart, StreamOptions) for name in kind.model_fields
 )
+"""Every field that a client may send and that is read."""

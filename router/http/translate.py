@@ -12,6 +12,7 @@ from typing import Any, Final
 from loraplex.errors import InvalidParameter
 from loraplex.router.v1 import inference_pb2
 from loraplex.types.v1 import sampling_pb2
+from router.http.names import FieldNames
 from router.http.schema import ChatRequest, CompletionRequest, Message, TextPart, prompts_of, read_request
 
 COMPLETION_MAX_TOKENS: Final = 16
@@ -35,6 +36,7 @@ class Plan:
     has_logprobs: bool
     stream: bool
     include_usage: bool
+    names: FieldNames
 
 
 _Check = Callable[[Any], bool]
@@ -73,7 +75,11 @@ def chat_plan(body: Mapping[str, Any]) -> Plan:
         role, content = _turn(message, f"messages[{position}]")
         generate.chat.messages.add(role=role, content=_text(content, f"messages[{position}].content"))
     generate.sampling.CopyFrom(_sampling(request, max_tokens, logprobs))
-    return _plan(request, (generate,), has_logprobs=logprobs is not None)
+    renamed = {"logprobs": "top_logprobs"}
+    if request.max_completion_tokens is not None:
+        renamed["max_tokens"] = "max_completion_tokens"
+    names = FieldNames(("messages",), renamed, isinstance(request.stop, str))
+    return _plan(request, (generate,), names, has_logprobs=logprobs is not None)
 
 
 def completion_plan(body: Mapping[str, Any]) -> Plan:
@@ -89,19 +95,22 @@ def completion_plan(body: Mapping[str, Any]) -> Plan:
         max_tokens = request.min_tokens or max_tokens
     sampling = _sampling(request, max_tokens, request.logprobs)
     generates = []
-    for prompt in prompts_of(request.prompt):
+    prompts = prompts_of(request.prompt)
+    for name, prompt in prompts.items():
         generate = inference_pb2.GenerateRequest(model=_text(request.model, "model"), sampling=sampling)
         if isinstance(prompt, str):
-            generate.prompt = _text(prompt, "prompt")
+            generate.prompt = _text(prompt, name)
         else:
             generate.tokens.token_ids.extend(prompt)
         generates.append(generate)
-    return _plan(request, tuple(generates), has_logprobs=request.logprobs is not None)
+    names = FieldNames(tuple(prompts), {}, isinstance(request.stop, str))
+    return _plan(request, tuple(generates), names, has_logprobs=request.logprobs is not None)
 
 
 def _plan(
     request: ChatRequest | CompletionRequest,
     generates: tuple[inference_pb2.GenerateRequest, ...],
+    names: FieldNames,
     *,
     has_logprobs: bool,
 ) -> Plan:
@@ -109,7 +118,7 @@ def _plan(
     if request.stream_options is not None and not stream:
         raise InvalidParameter("stream_options is only allowed when stream is true", field="stream_options")
     include_usage = bool(request.stream_options and request.stream_options.include_usage)
-    return Plan(request.model, generates, request.n or 1, has_logprobs, stream, include_usage)
+    return Plan(request.model, generates, request.n or 1, has_logprobs, stream, include_usage, names)
 
 
 def _refuse_features(extra: Mapping[str, Any] | None, refused: Mapping[str, _Check]) -> None:
@@ -159,14 +168,17 @@ def _text(value: str, field: str) -> str:
 def _sampling(
     request: ChatRequest | CompletionRequest, max_tokens: int | None, logprobs: int | None
 ) -> sampling_pb2.SamplingParams:
-    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    if isinstance(request.stop, str):
+        stop = [_text(request.stop, "stop")]
+    else:
+        stop = [_text(string, f"stop[{position}]") for position, string in enumerate(request.stop or [])]
     return sampling_pb2.SamplingParams(
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=None if request.top_k is None else max(request.top_k, 0),  # -1 is vLLM's way to say all
         min_p=request.min_p,
         seed=request.seed,
-        stop=[_text(string, "stop") for string in stop],
+        stop=stop,
         max_tokens=max_tokens,
         min_tokens=request.min_tokens,
         ignore_eos=request.ignore_eos,

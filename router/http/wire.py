@@ -5,16 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass
 from typing import Any, Final
 
 from starlette.types import Receive, Scope, Send
 
 from loraplex.errors import Cancelled, InvalidRequest, RequestTimeout, TooLarge
 
-BODY_TIMEOUT_S: Final = 30.0
 _DISCARD_BYTES: Final = 64 * 2**20
 """How much of an over-long body is read and dropped, so that the client gets to see the answer."""
 _GONE: Final = "the client closed the connection"
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """What the body of a request may take."""
+
+    max_bytes: int
+    timeout_s: float
 
 
 class ClientGone(Cancelled):
@@ -27,26 +35,26 @@ def header(scope: Scope, name: str) -> str | None:
     return next((value.decode("latin-1") for key, value in scope["headers"] if key == wanted), None)
 
 
-async def read_body(receive: Receive, limit_bytes: int) -> bytes:
+async def read_body(receive: Receive, limits: BodyLimits) -> bytes:
     """Read the whole body. Raises TooLarge, RequestTimeout and ClientGone."""
     parts: list[bytes] = []
     size = 0
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
+        async with asyncio.timeout(limits.timeout_s):
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise ClientGone(_GONE)
                 part: bytes = message.get("body", b"")
                 size += len(part)
-                if size <= limit_bytes:
+                if size <= limits.max_bytes:
                     parts.append(part)
-                if size > _DISCARD_BYTES + limit_bytes or not message.get("more_body", False):
+                if size > _DISCARD_BYTES + limits.max_bytes or not message.get("more_body", False):
                     break
     except TimeoutError:
-        raise RequestTimeout(f"the request's body did not come within {BODY_TIMEOUT_S:g} s") from None
-    if size > limit_bytes:
-        raise TooLarge(f"the request's body is larger than {limit_bytes} bytes", limit=limit_bytes)
+        raise RequestTimeout(f"the request's body did not come within {limits.timeout_s:g} s") from None
+    if size > limits.max_bytes:
+        raise TooLarge(f"the request's body is larger than {limits.max_bytes} bytes", limit=limits.max_bytes)
     return b"".join(parts)
 
 

@@ -93,7 +93,10 @@ def _config(**fields):
     ("change", "field"),
     [
         (_config(architectures=["MixtralForCausalLM"]), "manifest.config_json"),
-        (_config(architectures=None), "manifest.config_json"),
+        (_config(architectures=[]), "manifest.config_json"),
+        (_config(architectures=["Qwen2ForCausalLM"]), "manifest.config_json"),
+        (_config(model_type="mixtral"), "manifest.config_json"),
+        (_config(model_type=None), "manifest.config_json"),
         (_config(num_hidden_layers=3), "manifest.tensors"),
         (_config(num_hidden_layers="2"), "manifest.config_json"),
         (_without_layer, "manifest.tensors"),

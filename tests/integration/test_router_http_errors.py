@@ -13,6 +13,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
 from loraplex import errors
+from loraplex.worker.v1 import worker_pb2
 from tests.integration.router_fakes import (
     FakeRegistry,
     FakeWorker,
@@ -126,6 +127,8 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     ("completions", COMPLETION | {"prompt": {"a": 1}}, 400, "prompt"),
     ("completions", COMPLETION | {"prompt": ["a"] * 129}, 400, "prompt"),
     ("completions", COMPLETION | {"prompt": "\ud800"}, 400, "prompt"),
+    ("completions", COMPLETION | {"prompt": ["a", "\ud800"]}, 400, "prompt[1]"),
+    ("completions", COMPLETION | {"stop": ["a", "\ud800"]}, 400, "stop[1]"),
     ("completions", COMPLETION | {"logprobs": True}, 400, "logprobs"),
     ("completions", COMPLETION | {"echo": True}, 400, "echo"),
     ("completions", COMPLETION | {"suffix": "x"}, 400, "suffix"),
@@ -145,6 +148,25 @@ async def test_bad_input_is_told_by_name(raw: httpx2.AsyncClient, worker: FakeWo
         assert response.headers["x-request-id"]
     assert not wrong
     assert not worker.requests
+
+
+async def test_a_workers_refusal_names_what_the_client_sent(raw: httpx2.AsyncClient, worker: FakeWorker) -> None:
+    async def picky(worker: FakeWorker, request: worker_pb2.GenerateRequest) -> AsyncIterator[Any]:
+        if 9 in request.tokens.token_ids:
+            raise errors.InvalidParameter("token_ids[1] is 9; the vocabulary has ids 0 to 8", field="token_ids[1]")
+        async for event in babble_forever(worker, request):
+            yield event
+
+    worker.script = picky
+    for prompt, param in (([1, 9], "prompt[1]"), ([[1, 2], [3, 9]], "prompt[1][1]")):
+        for stream in (False, True):
+            response = await raw.post("/v1/completions", json=COMPLETION | {"prompt": prompt, "stream": stream})
+            told = response.json()["error"]
+            assert (response.status_code, told["param"]) == (400, param)
+            assert told["message"] == f"{param} is 9; the vocabulary has ids 0 to 8"
+    worker.script = raising(errors.BaseMismatch("another base", field="base_digest"))
+    response = await raw.post("/v1/completions", json=COMPLETION)
+    assert (response.status_code, response.json()["error"]["param"]) == (409, None)
 
 
 async def test_bodies_that_are_no_json_object_are_refused(raw: httpx2.AsyncClient) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from contextlib import asynccontextmanager
 
@@ -204,6 +205,16 @@ async def test_an_adapter_answers_from_source_then_device_with_its_digests(front
     residency = status["adapters"][digest]
     assert (residency.tier, residency.loading) == (AdapterTier.ADAPTER_TIER_DEVICE, False)
     assert residency.artifact_bytes == len(blob)
+
+
+async def test_an_artifact_of_another_version_is_refused(front: Front, artifacts: ArtifactServer):
+    header = json.dumps({"__metadata__": {"loraplex": json.dumps({"version_digest": "cd" * 32})}}).encode()
+    digest = artifacts.add(len(header).to_bytes(8, "little") + header)
+    answer = await front.generate(front.request(artifact=digest))
+    assert answer.error is not None
+    assert (answer.error.reason, answer.error.field) == ("VERSION_MISMATCH", "adapter.version_digest")
+    assert not answer.token_ids()
+    await front.status_where(idle)
 
 
 @asynccontextmanager

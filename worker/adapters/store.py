@@ -8,7 +8,6 @@ artifacts are evicted least recently used first, those on the device last; what 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import hashlib
 import os
 import secrets
@@ -23,7 +22,8 @@ import structlog
 
 from common.disk import is_full, sync_folder
 from loraplex.digests import is_digest
-from loraplex.errors import FailedPrecondition, LoraplexError, NoSpace
+from loraplex.errors import LoraplexError, NoSpace
+from loraplex.folder_lock import FolderLock
 from worker.adapters.download import Partial, RetryPolicy, disk_error, download
 from worker.adapters.source import ArtifactSource
 from worker.mailbox import AdapterFile
@@ -291,20 +291,22 @@ class AdapterStore:
             fetch.done.cancel()
 
     def _open_folder(self) -> int:
-        """Lock the folder, throw away leftovers, list the files. Returns the lock's descriptor."""
-        self._incoming.mkdir(parents=True, exist_ok=True)
-        lock = os.open(self._folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        """Lock the folder, throw away leftovers, list the files. Returns the lock, an open file."""
+        lock = FolderLock(
+            self._folder,
+            "the adapter cache",
+            "give each worker a cache folder of its own with --cache-dir",
+            "cache_dir",
+            file_name=".lock",
+        ).take()
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            self._incoming.mkdir(exist_ok=True)
+            for leftover in self._incoming.iterdir():
+                leftover.unlink(missing_ok=True)
+            files = [(file.stat(), file.name) for file in self._folder.iterdir() if is_digest(file.name)]
+        except OSError:
             os.close(lock)
-            raise FailedPrecondition(
-                f"the adapter cache {self._folder} is in use by another worker; give each worker its own cache folder",
-                field="cache_dir",
-            ) from error
-        for leftover in self._incoming.iterdir():
-            leftover.unlink(missing_ok=True)
-        files = [(file.stat(), file.name) for file in self._folder.iterdir() if is_digest(file.name)]
+            raise
         for facts, name in sorted(files, key=lambda entry: (entry[0].st_atime_ns, entry[1])):
             self._cached[name] = _Cached(facts.st_size, verified=False)
         return lock

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from loraplex.errors import InvalidBaseModel
+from loraplex.families import check_family
 from worker.model.rope import RopeConfig, rope_from_config
-
-FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3")
 
 _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     # field: the values besides null, false and "absent" that leave the maths as it is
@@ -111,9 +110,7 @@ def read_eos_token_ids(folder: Path) -> frozenset[int]:
 
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Return the typed config of a parsed config.json. Raises InvalidBaseModel, naming the field."""
-    family = raw.get("model_type")
-    if family not in FAMILIES:
-        raise _refusal("model_type", f"model_type {family!r} is not supported; supported are {', '.join(FAMILIES)}")
+    family = check_family(raw)
     _refuse_foreign_maths(raw)
     heads = _positive(raw, "num_attention_heads")
     hidden = _positive(raw, "hidden_size")

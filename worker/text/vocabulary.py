@@ -105,6 +105,11 @@ class Vocabulary:
         """Tell whether the token steers the model and never is text (end of sequence, turn markers, padding)."""
         return token_id in self._special_ids
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The tokens that steer the model and never are text."""
+        return self._special_ids
+
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes the token stands for, special or not; none for an id without a token."""
         known = self._memo.get(token_id)

@@ -13,6 +13,7 @@ from pydantic_settings import SettingsConfigDict
 from common.activity import Activity
 from common.admin import Admin, bind_admin, held_by, serving_admin
 from common.config import AdminSettings, load_settings
+from common.http_connection import HttpLimits
 from common.metrics import new_registry, render
 from loraplex.errors import FailedPrecondition
 
@@ -41,7 +42,7 @@ async def service() -> Service:
 @pytest.fixture
 async def http(service: Service) -> AsyncIterator[httpx2.AsyncClient]:
     async with (
-        serving_admin(bind_admin("127.0.0.1", 0), service.admin) as port,
+        serving_admin(bind_admin("127.0.0.1", 0), service.admin, HttpLimits()) as port,
         httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client,
     ):
         yield client
@@ -84,7 +85,7 @@ async def test_a_taken_port_is_named_with_the_flag_that_chooses_another() -> Non
 
 
 async def test_the_port_is_free_again_when_the_service_ends(service: Service) -> None:
-    async with serving_admin(bind_admin("127.0.0.1", 0), service.admin) as port:
+    async with serving_admin(bind_admin("127.0.0.1", 0), service.admin, HttpLimits()) as port:
         pass
     bind_admin("127.0.0.1", port).close()
 

@@ -13,7 +13,7 @@ import pytest
 from loraplex.cli.cluster import ClusterPlan, running
 from loraplex.cli.ports import claim_ports
 from loraplex.cli.process import Status
-from loraplex.cli.up import locked
+from loraplex.cli.up import state_lock
 from loraplex.errors import DeadlineExceeded, FailedPrecondition
 
 SERVICE = """
@@ -134,15 +134,15 @@ async def test_the_last_runs_logs_are_kept_beside_the_new_ones(tmp_path):
 def test_a_state_folder_in_use_names_its_holder(tmp_path):
     with (tmp_path / "up.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        lock.write("4711")
+        lock.write('{"pid": 4711, "host": "here"}')
         lock.flush()
-        with pytest.raises(FailedPrecondition, match=r"process 4711.*--state"), locked(tmp_path):
+        with pytest.raises(FailedPrecondition, match=r"process 4711.*--state"), state_lock(tmp_path).held():
             pass
-    with locked(tmp_path):
+    with state_lock(tmp_path).held():
         pass
 
 
 def test_a_full_disk_is_told_with_the_folder(tmp_path):
     (tmp_path / "up.lock").symlink_to("/dev/full")
-    with pytest.raises(FailedPrecondition, match=r"cannot be used.*--state"), locked(tmp_path):
+    with pytest.raises(FailedPrecondition, match=r"cannot be used.*--state"), state_lock(tmp_path).held():
         pass

@@ -350,7 +350,7 @@ async def test_on_a_full_disk_idle_adapters_make_room_and_used_ones_stay(tmp_pat
 
 async def test_one_folder_has_one_owner(tmp_path, source):
     async with a_store(tmp_path, source):
-        with pytest.raises(FailedPrecondition, match="its own cache folder"):
+        with pytest.raises(FailedPrecondition, match="cache folder of its own"):
             async with a_store(tmp_path, source):
                 pass
     async with a_store(tmp_path, source):

@@ -30,6 +30,8 @@ QWEN3 = {**LLAMA, "model_type": "qwen3"}
     [
         ({"model_type": "mixtral"}, "model_type"),
         ({"model_type": None}, "model_type"),
+        ({"architectures": ["Qwen2ForCausalLM"]}, "architectures"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
         ({"num_local_experts": 8}, "num_local_experts"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),

@@ -24,7 +24,7 @@ CONVERSATIONS = [
         Message("assistant", "Hello!"),
         Message("user", "And  \n?"),
     ],
-    [Message("user", "<|im_end|> {{ 7 * 7 }} é 👋")],
+    [Message("user", "<|im_end |> {{ 7 * 7 }} é 👋")],
     [Message("system", "")],
 ]
 

@@ -1,0 +1,48 @@
+"""Which adapter version an artifact holds, as its own header says: what a request was resolved to must be that.
+
+An artifact is named by the digest of its bytes, so what was read once stays true, whatever the cache evicts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from pathlib import Path
+from typing import Final
+
+from common.adapter_format.packed import read_version_digest
+from loraplex.errors import CorruptArtifact, VersionMismatch
+from worker.mailbox import AdapterFile
+
+_KEPT: Final = 8192
+
+
+class Versions:
+    """Remembers the versions of the artifacts asked for last."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, str] = OrderedDict()
+
+    async def check(self, file: AdapterFile, version_digest: str) -> None:
+        """Compare a verified file with what a request names. Raises VersionMismatch.
+
+        A file without a readable header passes: the engine refuses it, and tells what is wrong with it.
+        """
+        held = self._known.get(file.artifact_digest)
+        if held is None:
+            try:
+                held = await asyncio.to_thread(read_version_digest, Path(file.path))
+            except (CorruptArtifact, OSError):
+                return
+            self._known[file.artifact_digest] = held
+            while len(self._known) > _KEPT:
+                self._known.popitem(last=False)
+        self._known.move_to_end(file.artifact_digest)
+        if held != version_digest:
+            raise VersionMismatch(
+                f"artifact {file.artifact_digest[:12]} holds adapter version {held[:12]}, and the request was "
+                f"resolved to {version_digest[:12]}; register the adapter again",
+                field="adapter.version_digest",
+                expected=version_digest,
+                actual=held,
+            )
