@@ -13,7 +13,7 @@ from grpc import aio
 
 from loraplex import errors
 from loraplex.registry.v1 import adapter_pb2 as a
-from tests.running_registry import Client, fresh_database, registry_here
+from tests.running_registry import Client, registry_here
 from tests.tiny_adapters import write_adapter
 from tests.tiny_base import write_tiny_base
 
@@ -27,12 +27,6 @@ def base_folder(tmp_path_factory):
 def adapter_folders(tmp_path_factory, base_folder):
     root = tmp_path_factory.mktemp("adapters")
     return [write_adapter(root / str(i), base_folder, seed=i, targets=("q_proj",), rank=1) for i in range(3)]
-
-
-@pytest.fixture
-def database_url():
-    with fresh_database() as url:
-        yield url
 
 
 @pytest.fixture

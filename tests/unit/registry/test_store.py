@@ -28,7 +28,6 @@ from registry.service.garbage import collect
 from registry.service.watches import Watches
 from registry.store import Store
 from registry.tables import METADATA
-from tests.running_registry import fresh_database
 
 BASE = BaseModelRecord("tiny", "d", "LlamaForCausalLM", 5, 1)
 
@@ -39,12 +38,11 @@ def adapter(name: str, digest: str = "v1", existing: AdapterRecord | None = None
 
 
 @pytest.fixture
-async def engine(tmp_path):
-    with fresh_database() as url:
-        engine = open_engine(parse_url(url or f"sqlite:///{tmp_path}/x.sqlite3"))
-        await migrate(engine)
-        yield engine
-        await engine.dispose()
+async def engine(tmp_path, database_url):
+    engine = open_engine(parse_url(database_url or f"sqlite:///{tmp_path}/x.sqlite3"))
+    await migrate(engine)
+    yield engine
+    await engine.dispose()
 
 
 @pytest.fixture
