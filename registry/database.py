@@ -82,10 +82,10 @@ async def migrate(engine: AsyncEngine) -> None:
         raise FailedPrecondition(f"the database {where} cannot be used: {error.orig}") from error
 
 
-def upgrade(connection: sa.Connection) -> None:
-    """Run all migrations on a connection."""
+def upgrade(connection: sa.Connection, revision: str = "head") -> None:
+    """Run the migrations up to a revision on a connection, by default all."""
     config = Config()
     config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
     config.set_main_option("path_separator", "os")
     config.attributes["connection"] = connection
-    command.upgrade(config, "head")
+    command.upgrade(config, revision)

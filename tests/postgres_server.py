@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import sqlalchemy as sa
 
@@ -57,12 +57,15 @@ class PostgresServer:
         """Return the URL of one of its databases."""
         return self._url.set(database=database).render_as_string(hide_password=False)
 
-    def execute(self, statement: str) -> None:
-        """Run one statement outside of any transaction."""
+    def execute(self, statement: str) -> list[tuple[Any, ...]]:
+        """Run one statement outside of any transaction; returns its rows."""
         engine = sa.create_engine(self._url.set(drivername="postgresql+psycopg"), isolation_level="AUTOCOMMIT")
-        with engine.connect() as connection:
-            connection.exec_driver_sql(statement)
-        engine.dispose()
+        try:
+            with engine.connect() as connection:
+                result = connection.exec_driver_sql(statement)
+                return [tuple(row) for row in result] if result.returns_rows else []
+        finally:
+            engine.dispose()
 
     @contextmanager
     def database(self) -> Iterator[str]:
