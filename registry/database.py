@@ -82,10 +82,15 @@ async def migrate(engine: AsyncEngine) -> None:
         raise FailedPrecondition(f"the database {where} cannot be used: {error.orig}") from error
 
 
-def upgrade(connection: sa.Connection, revision: str = "head") -> None:
-    """Run the migrations up to a revision on a connection, by default all."""
+def upgrade(connection: sa.Connection) -> None:
+    """Run all migrations on a connection."""
+    command.upgrade(alembic_config(connection), "head")
+
+
+def alembic_config(connection: sa.Connection) -> Config:
+    """Return what Alembic's commands need to work on a connection."""
     config = Config()
     config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
     config.set_main_option("path_separator", "os")
     config.attributes["connection"] = connection
-    command.upgrade(config, revision)
+    return config

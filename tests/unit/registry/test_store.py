@@ -6,13 +6,14 @@ import asyncio
 
 import pytest
 import sqlalchemy as sa
+from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
 from loraplex.errors import FailedPrecondition, Unavailable
 from loraplex.registry.v1 import adapter_pb2 as a
 from registry.artifacts import ArtifactFolder
-from registry.database import migrate, open_engine, parse_url, upgrade
+from registry.database import alembic_config, migrate, open_engine, parse_url
 from registry.domain import (
     AdapterRecord,
     ApiKeyRecord,
@@ -258,7 +259,7 @@ FIRST_ROWS = (
 async def test_a_database_of_the_first_version_is_brought_up_to_date_with_what_it_holds(tmp_path, database_url):
     engine = open_engine(parse_url(database_url or f"sqlite:///{tmp_path}/x.sqlite3"))
     async with engine.execution_options(immediate=True).begin() as connection:
-        await connection.run_sync(upgrade, "0001")
+        await connection.run_sync(lambda sync: command.upgrade(alembic_config(sync), "0001"))
         for row in FIRST_ROWS:
             await connection.exec_driver_sql(row)
         tables = await connection.run_sync(lambda sync: sa.inspect(sync).get_table_names())
