@@ -22,7 +22,8 @@ HTTP_EVERY: Final = 4  # the others go over gRPC
 SETTLE_S: Final = 5.0
 LONGEST_S: Final = 1.0  # a stream to be left is left at the latest then, whether it has begun or still waits
 TOKENS: Final = 32
-LEFT_TOKENS, LEFT_CHOICES = 400, 2  # of a stream that is left: it has not ended by then
+LEFT_TOKENS, LEFT_CHOICES = 8000, 2
+"""Of a stream that is left. Were they not aborted, they would hold what they hold for far longer than `SETTLE_S`."""
 ZERO: Final = {
     "registry": ("streams", "tasks"),
     "router": ("streams", "tasks", "admitted_requests", "worker_requests"),
