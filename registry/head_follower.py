@@ -5,7 +5,8 @@ On SQLite this process is the only writer, so the look finds nothing that the si
 
 from __future__ import annotations
 
-from typing import Final
+import asyncio
+from typing import Any, Final
 
 import psycopg
 import sqlalchemy as sa
@@ -19,6 +20,8 @@ log = structlog.get_logger(__name__)
 
 _LOOK_EVERY_S: Final = 1.0
 
+_Connection = psycopg.AsyncConnection[tuple[object, ...]]
+
 
 async def follow_head(store: Store, signal: HeadSignal, url: sa.URL) -> None:
     """Advance the signal until it closes. A database that is away is looked for every second."""
@@ -31,7 +34,7 @@ async def follow_head(store: Store, signal: HeadSignal, url: sa.URL) -> None:
                 if notifications is None:
                     await signal.wait_beyond(signal.revision, _LOOK_EVERY_S)
                 else:
-                    await notifications.wait(_LOOK_EVERY_S)
+                    await notifications.wait(signal, _LOOK_EVERY_S)
             except (psycopg.OperationalError, Unavailable) as error:
                 log.warning("registry.database_unreachable", error=str(error))
                 await signal.wait_beyond(signal.revision, _LOOK_EVERY_S)
@@ -44,17 +47,26 @@ class _Notifications:
     """One connection that listens; opened when first waited on and again after it broke."""
 
     def __init__(self, url: sa.URL) -> None:
-        self._conninfo = url.set(drivername="postgresql").render_as_string(hide_password=False)
-        self._connection: psycopg.AsyncConnection[tuple[object, ...]] | None = None
+        # As the engine connects; a URL that SQLAlchemy reads is not always one that libpq reads.
+        self._arguments: dict[str, Any] = dict(url.get_dialect()().create_connect_args(url)[1])
+        self._connection: _Connection | None = None
 
-    async def wait(self, timeout_s: float) -> None:
-        """Return at the next notification, or after `timeout_s`."""
+    async def wait(self, signal: HeadSignal, timeout_s: float) -> None:
+        """Return at the next notification, when the signal closes, or after `timeout_s`."""
         try:
             if self._connection is None:
-                self._connection = await psycopg.AsyncConnection.connect(self._conninfo, autocommit=True)
+                self._connection = await psycopg.AsyncConnection.connect(autocommit=True, **self._arguments)
                 await self._connection.execute(f"LISTEN {NOTIFY_CHANNEL}".encode())
-            async for _ in self._connection.notifies(timeout=timeout_s, stop_after=1):
-                pass
+            notified = asyncio.create_task(_next_notification(self._connection, timeout_s))
+            closed = asyncio.create_task(signal.wait_closed(timeout_s))
+            try:
+                await asyncio.wait((notified, closed), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                notified.cancel()
+                closed.cancel()
+                ends = await asyncio.gather(notified, closed, return_exceptions=True)
+            if isinstance(ends[0], Exception):
+                raise ends[0]
         except psycopg.OperationalError:
             await self.close()
             raise
@@ -64,3 +76,8 @@ class _Notifications:
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.close()
+
+
+async def _next_notification(connection: _Connection, timeout_s: float) -> None:
+    async for _ in connection.notifies(timeout=timeout_s, stop_after=1):
+        pass

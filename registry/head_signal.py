@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 
 
 class HeadSignal:
@@ -43,6 +44,10 @@ class HeadSignal:
         except TimeoutError:
             return False
         return self._revision > revision
+
+    async def wait_closed(self, timeout_s: float) -> None:
+        """Wait until the signal closes, at most `timeout_s`."""
+        await self.wait_beyond(sys.maxsize, timeout_s)
 
     def _wake(self) -> None:
         self._changed.set()

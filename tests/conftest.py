@@ -4,6 +4,24 @@ from __future__ import annotations
 
 import os
 
+from tests.databases import (
+    database_kind,
+    database_url,
+    fresh_database,
+    postgres_server,
+    postgres_url,
+    pytest_terminal_summary,
+)
+
+__all__ = [
+    "database_kind",
+    "database_url",
+    "fresh_database",
+    "postgres_server",
+    "postgres_url",
+    "pytest_terminal_summary",
+]
+
 # Services that a test starts, in this process or in others, take a free admin port unless the test says which.
 os.environ.setdefault("LORAPLEX_REGISTRY_ADMIN_PORT", "0")
 os.environ.setdefault("LORAPLEX_WORKER_ADMIN_PORT", "0")

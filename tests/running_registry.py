@@ -1,24 +1,17 @@
-"""A real registry on a real socket, in this process or its own, and the client's side of its streams.
-
-LORAPLEX_TEST_DATABASE_URL may name a PostgreSQL server (a role that can create databases); else it is SQLite.
-"""
+"""A real registry on a real socket, in this process or its own, and the client's side of its streams."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import json
-import os
 import sys
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
-import psycopg
-import sqlalchemy as sa
 
 from common.rpc import open_channel
 from loraplex import errors
@@ -31,7 +24,6 @@ from loraplex.wire import manifest_message
 from registry.app import serve
 from registry.settings import RegistrySettings
 
-DATABASE_URL = os.environ.get("LORAPLEX_TEST_DATABASE_URL")
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -116,23 +108,6 @@ async def eventually(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(10):
         while not condition():  # noqa: ASYNC110 - see above
             await asyncio.sleep(0.01)
-
-
-@contextmanager
-def fresh_database() -> Iterator[str | None]:
-    """Lend the URL of an empty database that goes away afterwards; None leaves the registry its SQLite file."""
-    if DATABASE_URL is None:
-        yield None
-        return
-    url = sa.make_url(DATABASE_URL)
-    name = f"loraplex_{uuid.uuid4().hex}"
-    conninfo = url.set(drivername="postgresql").render_as_string(hide_password=False)
-    with psycopg.connect(conninfo, autocommit=True) as connection:
-        connection.execute(f"CREATE DATABASE {name}".encode())
-        try:
-            yield url.set(database=name).render_as_string(hide_password=False)
-        finally:
-            connection.execute(f"DROP DATABASE {name} WITH (FORCE)".encode())
 
 
 @asynccontextmanager

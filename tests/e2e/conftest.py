@@ -14,8 +14,8 @@ from tests.tiny_base import write_tiny_base
 
 @pytest.fixture(scope="session")
 def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random base model; its id is `tiny`."""
-    return write_tiny_base(tmp_path_factory.mktemp("base") / "tiny")
+    """A tiny random base model; its id is `tiny`. Its context is long, so that no stream ends for want of room."""
+    return write_tiny_base(tmp_path_factory.mktemp("base") / "tiny", max_position_embeddings=8192)
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,8 @@ HTTP_EVERY: Final = 4  # the others go over gRPC
 SETTLE_S: Final = 5.0
 LONGEST_S: Final = 1.0  # a stream to be left is left at the latest then, whether it has begun or still waits
 TOKENS: Final = 32
-LEFT_TOKENS, LEFT_CHOICES = 400, 2  # of a stream that is left: it has not ended by then
+LEFT_TOKENS, LEFT_CHOICES = 8000, 2
+"""Of a stream that is left. Were they not aborted, they would hold what they hold for far longer than `SETTLE_S`."""
 ZERO: Final = {
     "registry": ("streams", "tasks"),
     "router": ("streams", "tasks", "admitted_requests", "worker_requests"),
@@ -76,12 +77,17 @@ async def over_grpc(client: AsyncClient, model: str, max_tokens: int, choices: i
 
 
 async def over_http(http: httpx2.AsyncClient, model: str, max_tokens: int, choices: int) -> int:
+    """Ask as a chat, or for several choices by several prompts, each a stream of its own at the worker."""
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "How?"}]}
+    path = "/v1/chat/completions"
+    if choices > 1:
+        path, asked = "/v1/completions", {"prompt": ["How?"] * choices}
     body = {
-        "model": model, "messages": [{"role": "user", "content": "How?"}], "max_tokens": max_tokens,
-        "n": choices, "temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+        **asked, "model": model, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True,
+        "stream_options": {"include_usage": True},
     }  # fmt: skip
     lines: list[str] = []
-    async with http.stream("POST", "/v1/chat/completions", json=body) as answer:
+    async with http.stream("POST", path, json=body) as answer:
         assert answer.status_code == 200
         async for line in answer.aiter_lines():
             lines.append(line)

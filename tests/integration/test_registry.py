@@ -18,7 +18,6 @@ from loraplex.registry.v1 import adapter_pb2 as a
 from loraplex.registry.v1 import base_model_pb2 as b
 from tests.running_registry import (
     Client,
-    fresh_database,
     refusal,
     registry_here,
     stored_files,
@@ -45,10 +44,9 @@ def state_dir(tmp_path):
 
 
 @pytest.fixture
-async def empty_registry(state_dir) -> AsyncIterator[Client]:
-    with fresh_database() as url:
-        async with registry_here(state_dir, url, max_upload_bytes=2**24, upload_idle_timeout_s=5) as client:
-            yield client
+async def empty_registry(state_dir, database_url) -> AsyncIterator[Client]:
+    async with registry_here(state_dir, database_url, max_upload_bytes=2**24, upload_idle_timeout_s=5) as client:
+        yield client
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from common.http_server import bind
 from loraplex.errors import FailedPrecondition
 from loraplex.registry.v1 import adapter_pb2
-from tests.running_registry import Client, fresh_database, registry_here
+from tests.running_registry import Client, registry_here
 from tests.tiny_adapters import write_adapter
 from tests.tiny_base import write_tiny_base
 
@@ -22,14 +22,13 @@ def free_port() -> int:
 
 
 @pytest.fixture
-async def served(tmp_path) -> AsyncIterator[tuple[Client, httpx2.AsyncClient]]:
+async def served(tmp_path, database_url) -> AsyncIterator[tuple[Client, httpx2.AsyncClient]]:
     port = free_port()
-    with fresh_database() as url:
-        async with (
-            registry_here(tmp_path / "state", url, admin_port=port) as registry,
-            httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http,
-        ):
-            yield registry, http
+    async with (
+        registry_here(tmp_path / "state", database_url, admin_port=port) as registry,
+        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http,
+    ):
+        yield registry, http
 
 
 async def test_the_admin_port_tells_what_is_stored_and_who_watches(served, tmp_path):

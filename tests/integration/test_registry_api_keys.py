@@ -39,8 +39,8 @@ async def snapshot(client: Client) -> dict[str, k.ApiKeyHash]:
     raise AssertionError("the watch ended")
 
 
-async def test_a_key_is_told_once_and_listed_without_itself(tmp_path):
-    async with registry_here(tmp_path) as client:
+async def test_a_key_is_told_once_and_listed_without_itself(tmp_path, database_url):
+    async with registry_here(tmp_path, database_url) as client:
         made = await create(client, "acme")
         assert id_of(made.key) == made.api_key.key_id
         assert (made.api_key.tenant, made.api_key.name, made.revision) == ("default", "acme", 1)
@@ -58,8 +58,8 @@ async def test_no_file_of_the_registry_holds_a_key(tmp_path):
     assert not any(secret in file.read_bytes() for file in files)
 
 
-async def test_keys_are_listed_page_by_page(tmp_path):
-    async with registry_here(tmp_path) as client:
+async def test_keys_are_listed_page_by_page(tmp_path, database_url):
+    async with registry_here(tmp_path, database_url) as client:
         ids = sorted([(await create(client, f"key-{number}")).api_key.key_id for number in range(5)])
         seen, token = [], ""
         while True:
@@ -73,8 +73,8 @@ async def test_keys_are_listed_page_by_page(tmp_path):
         await refusal(listed(client, page_size=1001), InvalidParameter)
 
 
-async def test_names_are_checked_and_taken_once(tmp_path):
-    async with registry_here(tmp_path) as client:
+async def test_names_are_checked_and_taken_once(tmp_path, database_url):
+    async with registry_here(tmp_path, database_url) as client:
         first = await create(client, "acme")
         error = await refusal(create(client, "acme"), AlreadyExists)
         assert first.api_key.key_id in error.message
@@ -84,8 +84,8 @@ async def test_names_are_checked_and_taken_once(tmp_path):
         assert (await create(client, "acme")).api_key.key_id != first.api_key.key_id
 
 
-async def test_an_unknown_key_cannot_be_deleted(tmp_path):
-    async with registry_here(tmp_path) as client:
+async def test_an_unknown_key_cannot_be_deleted(tmp_path, database_url):
+    async with registry_here(tmp_path, database_url) as client:
         made = await create(client, "acme")
         error = await refusal(delete(client, made.key), NotFound)  # the whole key, by mistake
         assert made.key not in f"{error.message} {error.metadata}"
@@ -93,8 +93,8 @@ async def test_an_unknown_key_cannot_be_deleted(tmp_path):
         assert len((await listed(client)).api_keys) == 1
 
 
-async def test_watchers_get_hashes_and_hear_of_revocations(tmp_path):
-    async with registry_here(tmp_path) as client:
+async def test_watchers_get_hashes_and_hear_of_revocations(tmp_path, database_url):
+    async with registry_here(tmp_path, database_url) as client:
         before = await create(client, "before")
         events = aiter(client.adapters.Watch(a.WatchRequest(), timeout=20))
         assert [entry.api_key.key_id for entry in (await anext(events)).snapshot.entries] == [before.api_key.key_id]
@@ -110,28 +110,28 @@ async def test_watchers_get_hashes_and_hear_of_revocations(tmp_path):
         assert (change.revision, change.entries[0].deleted_api_key_id) == (gone.revision, made.api_key.key_id)
 
 
-async def test_the_bootstrap_key_is_there_from_the_start_and_changes_with_the_environment(tmp_path):
+async def test_the_bootstrap_key_is_there_from_the_start_and_changes_with_the_environment(tmp_path, database_url):
     first, second = make_key(), make_key()
-    async with registry_here(tmp_path, bootstrap_key=SecretStr(first.text)) as client:
+    async with registry_here(tmp_path, database_url, bootstrap_key=SecretStr(first.text)) as client:
         [key] = (await listed(client)).api_keys
         assert (key.key_id, key.name) == (first.key_id, "bootstrap")
         assert (await snapshot(client))[first.key_id].key_sha256 == hash_of(first.text)
-    async with registry_here(tmp_path, bootstrap_key=SecretStr(first.text)) as client:
+    async with registry_here(tmp_path, database_url, bootstrap_key=SecretStr(first.text)) as client:
         assert (await create(client, "acme")).revision == 2  # the start changed nothing
-    async with registry_here(tmp_path, bootstrap_key=SecretStr(second.text)) as client:
+    async with registry_here(tmp_path, database_url, bootstrap_key=SecretStr(second.text)) as client:
         assert {key.name: key.key_id for key in (await listed(client)).api_keys}["bootstrap"] == second.key_id
         assert first.key_id not in await snapshot(client)
-    async with registry_here(tmp_path) as client:
+    async with registry_here(tmp_path, database_url) as client:
         assert second.key_id in await snapshot(client)  # without the variable it stays until it is deleted
         await delete(client, second.key_id)
         assert second.key_id not in await snapshot(client)
 
 
-async def test_a_bootstrap_key_cannot_take_the_id_of_another(tmp_path):
-    async with registry_here(tmp_path) as client:
+async def test_a_bootstrap_key_cannot_take_the_id_of_another(tmp_path, database_url):
+    async with registry_here(tmp_path, database_url) as client:
         made = await create(client, "acme")
     other = f"lpx_{made.api_key.key_id}_{'b' * 64}"
     with pytest.raises(AlreadyExists, match="acme") as caught:
-        async with registry_here(tmp_path, bootstrap_key=SecretStr(other)):
+        async with registry_here(tmp_path, database_url, bootstrap_key=SecretStr(other)):
             pass
     assert "b" * 64 not in caught.value.message

@@ -21,7 +21,6 @@ from tests.running_registry import (
     data,
     eventually,
     file_header,
-    fresh_database,
     header,
     nothing_is_left,
     refusal,
@@ -54,7 +53,7 @@ def state_dir(tmp_path_factory):
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def registry(state_dir, base_folder) -> AsyncIterator[Client]:
+async def registry(state_dir, base_folder, fresh_database) -> AsyncIterator[Client]:
     with fresh_database() as url:
         async with registry_here(state_dir, url, max_upload_bytes=2**24, upload_idle_timeout_s=5) as client:
             await client.add_base(base_folder)
@@ -223,22 +222,20 @@ async def test_a_client_that_vanishes_in_mid_upload_leaves_nothing(registry, ada
     await serves_on(registry, adapter_folder)
 
 
-async def test_an_upload_that_stands_still_is_ended(tmp_path, base_folder):
+async def test_an_upload_that_stands_still_is_ended(tmp_path, database_url, base_folder):
     state_dir = tmp_path / "state"
-    with fresh_database() as url:
-        async with registry_here(state_dir, url, upload_idle_timeout_s=0.2) as client:
-            await client.add_base(base_folder)
-            call = client.adapters.UploadArtifact()
-            await call.write(header("x"))
-            await refusal(call, errors.DeadlineExceeded)
-            assert await nothing_is_left(client, state_dir)
+    async with registry_here(state_dir, database_url, upload_idle_timeout_s=0.2) as client:
+        await client.add_base(base_folder)
+        call = client.adapters.UploadArtifact()
+        await call.write(header("x"))
+        await refusal(call, errors.DeadlineExceeded)
+        assert await nothing_is_left(client, state_dir)
 
 
-async def test_more_uploads_than_places_wait_their_turn(tmp_path, base_folder, adapter_folder):
-    with fresh_database() as url:
-        async with registry_here(tmp_path / "state", url, max_concurrent_uploads=1) as client:
-            await client.add_base(base_folder)
-            await asyncio.gather(*(client.upload(adapter_folder, f"n{i}") for i in range(5)))
+async def test_more_uploads_than_places_wait_their_turn(tmp_path, database_url, base_folder, adapter_folder):
+    async with registry_here(tmp_path / "state", database_url, max_concurrent_uploads=1) as client:
+        await client.add_base(base_folder)
+        await asyncio.gather(*(client.upload(adapter_folder, f"n{i}") for i in range(5)))
 
 
 async def test_a_full_disk_is_told_before_the_data_comes(registry, adapter_folder, state_dir, monkeypatch):

@@ -35,6 +35,11 @@ def adapter_folder(tmp_path_factory, base_folder):
     return write_adapter(tmp_path_factory.mktemp("adapter"), base_folder)
 
 
+def stored_in(database_url: str | None) -> tuple[str, ...]:
+    """Return the flags of a registry on this database."""
+    return () if database_url is None else ("--database-url", database_url)
+
+
 async def test_a_second_process_on_the_state_folder_says_who_holds_it(tmp_path):
     async with registry_here(tmp_path / "state"), registry_process(tmp_path / "state") as second:
         assert await second.end() == 1
@@ -43,8 +48,8 @@ async def test_a_second_process_on_the_state_folder_says_who_holds_it(tmp_path):
         pass  # the lock went with its holder
 
 
-async def test_sigterm_drains_and_exits_with_zero(tmp_path):
-    async with registry_process(tmp_path / "state") as running:
+async def test_sigterm_drains_and_exits_with_zero(tmp_path, database_url):
+    async with registry_process(tmp_path / "state", *stored_in(database_url)) as running:
         client = Client(f"127.0.0.1:{await running.listening_port()}")
         health = health_pb2_grpc.HealthStub(client.channel)
         answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=10)
@@ -59,9 +64,9 @@ async def test_sigterm_drains_and_exits_with_zero(tmp_path):
         await client.channel.close()
 
 
-async def test_a_kill_in_mid_upload_leaves_no_partial_artifact(tmp_path, base_folder, adapter_folder):
+async def test_a_kill_in_mid_upload_leaves_no_partial_artifact(tmp_path, database_url, base_folder, adapter_folder):
     state = tmp_path / "state"
-    async with registry_process(state) as running:
+    async with registry_process(state, *stored_in(database_url)) as running:
         client = Client(f"127.0.0.1:{await running.listening_port()}")
         await client.add_base(base_folder)
         await client.upload(adapter_folder, "kept")
@@ -80,7 +85,7 @@ async def test_a_kill_in_mid_upload_leaves_no_partial_artifact(tmp_path, base_fo
     orphan.parent.mkdir()
     orphan.write_bytes(b"orphan")
 
-    async with registry_here(state) as client:
+    async with registry_here(state, database_url) as client:
         assert stored_files(state) == kept
         assert not list((state / "incoming").iterdir())
         listed = await client.adapters.ListAdapters(a.ListAdaptersRequest())

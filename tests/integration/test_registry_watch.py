@@ -13,9 +13,10 @@ from grpc import aio
 
 from loraplex import errors
 from loraplex.registry.v1 import adapter_pb2 as a
-from tests.running_registry import Client, fresh_database, registry_here
+from tests.running_registry import Client, registry_here
 from tests.tiny_adapters import write_adapter
 from tests.tiny_base import write_tiny_base
+from tests.watched_catalog import Catalog
 
 
 @pytest.fixture(scope="module")
@@ -30,73 +31,10 @@ def adapter_folders(tmp_path_factory, base_folder):
 
 
 @pytest.fixture
-def database_url():
-    with fresh_database() as url:
-        yield url
-
-
-@pytest.fixture
 async def registry(tmp_path, base_folder, database_url) -> AsyncIterator[Client]:
     async with registry_here(tmp_path / "state", database_url, keep_changes=5, heartbeat_s=0.2) as client:
         await client.add_base(base_folder)
         yield client
-
-
-class Catalog:
-    """A client's copy of the catalog, kept as a router keeps it; refuses any gap."""
-
-    def __init__(self) -> None:
-        self.store_id, self.revision = "", 0
-        self.adapters: dict[str, a.Adapter] = {}
-        self.bases: set[str] = set()
-        self.seen: list[str] = []
-        self._fresh: list[a.CatalogEntry] = []
-
-    def watch(self, client: Client):
-        request = a.WatchRequest(store_id=self.store_id, revision=self.revision)
-        return client.adapters.Watch(request, timeout=20)
-
-    async def follow(self, client: Client, until) -> None:
-        call = self.watch(client)
-        async for event in call:
-            self.apply(event)
-            if until(self):
-                break
-        call.cancel()
-
-    async def sync(self, client: Client) -> None:
-        await self.follow(client, lambda catalog: catalog.seen[-1] in ("synced", "resumed"))
-
-    def apply(self, event: a.WatchResponse) -> None:
-        kind = event.WhichOneof("event")
-        assert kind is not None
-        self.seen.append(kind)
-        match kind:
-            case "snapshot":
-                self._fresh += event.snapshot.entries
-            case "synced":
-                self.adapters, self.bases = {}, set()
-                self._apply(self._fresh)
-                self._fresh = []
-                self.store_id, self.revision = event.synced.store_id, event.synced.revision
-            case "resumed":
-                assert event.resumed.revision == self.revision
-            case "change":
-                assert event.change.revision == self.revision + 1
-                self.revision = event.change.revision
-                self._apply(event.change.entries)
-            case "heartbeat":
-                assert event.heartbeat.head_revision >= self.revision
-
-    def _apply(self, entries) -> None:
-        for entry in entries:
-            match entry.WhichOneof("entry"):
-                case "base_model":
-                    self.bases.add(entry.base_model.base_id)
-                case "adapter":
-                    self.adapters[entry.adapter.name] = entry.adapter
-                case "deleted_adapter":
-                    del self.adapters[entry.deleted_adapter.name]
 
 
 async def test_a_new_watcher_gets_the_whole_catalog_and_then_each_change(registry, adapter_folders):

@@ -6,13 +6,14 @@ import asyncio
 
 import pytest
 import sqlalchemy as sa
+from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
 from loraplex.errors import FailedPrecondition, Unavailable
 from loraplex.registry.v1 import adapter_pb2 as a
 from registry.artifacts import ArtifactFolder
-from registry.database import migrate, open_engine, parse_url
+from registry.database import alembic_config, migrate, open_engine, parse_url
 from registry.domain import (
     AdapterRecord,
     ApiKeyRecord,
@@ -28,7 +29,6 @@ from registry.service.garbage import collect
 from registry.service.watches import Watches
 from registry.store import Store
 from registry.tables import METADATA
-from tests.running_registry import fresh_database
 
 BASE = BaseModelRecord("tiny", "d", "LlamaForCausalLM", 5, 1)
 
@@ -39,12 +39,11 @@ def adapter(name: str, digest: str = "v1", existing: AdapterRecord | None = None
 
 
 @pytest.fixture
-async def engine(tmp_path):
-    with fresh_database() as url:
-        engine = open_engine(parse_url(url or f"sqlite:///{tmp_path}/x.sqlite3"))
-        await migrate(engine)
-        yield engine
-        await engine.dispose()
+async def engine(tmp_path, database_url):
+    engine = open_engine(parse_url(database_url or f"sqlite:///{tmp_path}/x.sqlite3"))
+    await migrate(engine)
+    yield engine
+    await engine.dispose()
 
 
 @pytest.fixture
@@ -231,3 +230,50 @@ async def test_api_keys_are_entries_of_the_catalog_and_gone_when_deleted(store):
         assert await reader.changes(1, 10) == [Change(2, (two, one)), Change(3, (DeletedApiKey("id-one"),))]
         assert await reader.api_key("id-one") is None
         assert one not in (await reader.snapshot()).entries
+
+
+async def test_replicas_that_start_together_migrate_once(tmp_path, database_url):
+    url = parse_url(database_url or f"sqlite:///{tmp_path}/x.sqlite3")
+    engines = [open_engine(url) for _ in range(4)]
+    async with asyncio.TaskGroup() as tasks:
+        for engine in engines:
+            tasks.create_task(migrate(engine))
+    stores = [Store(engine, keep_changes=3, on_commit=lambda _: None) for engine in engines]
+    heads = set()
+    for store in stores:
+        async with store.read() as reader:
+            heads.add(await reader.head())
+    for engine in engines:
+        await engine.dispose()
+    assert len(heads) == 1
+
+
+FIRST_ROWS = (
+    "INSERT INTO base_models VALUES ('tiny', 'd', 'LlamaForCausalLM', 5, '{}', 1)",
+    "INSERT INTO adapters VALUES ('default', 'old', 'tiny', 'v1', 1, 1)",
+    "INSERT INTO versions VALUES (7, 'default', 'old', 'v1', 'a-v1', 'd', 'none', 4, 100, 'k_proj', 2, 14, 'F32', 1)",
+    "UPDATE head SET revision = 2",
+)
+
+
+async def test_a_database_of_the_first_version_is_brought_up_to_date_with_what_it_holds(tmp_path, database_url):
+    engine = open_engine(parse_url(database_url or f"sqlite:///{tmp_path}/x.sqlite3"))
+    async with engine.execution_options(immediate=True).begin() as connection:
+        await connection.run_sync(lambda sync: command.upgrade(alembic_config(sync), "0001"))
+        for row in FIRST_ROWS:
+            await connection.exec_driver_sql(row)
+        tables = await connection.run_sync(lambda sync: sa.inspect(sync).get_table_names())
+    assert "api_keys" not in tables
+    await migrate(engine)
+    store = Store(engine, keep_changes=3, on_commit=lambda _: None)
+    key = ApiKeyRecord("id", "default", "acme", "0" * 64, 1)
+    async with store.write() as transaction:
+        await transaction.put_api_key(key)
+    assert transaction.revision == 3
+    async with store.read() as reader:
+        old = await reader.adapter("default", "old")
+        assert old is not None
+        assert [(version.version_digest, version.target_modules) for version in old.versions] == [("v1", ("k_proj",))]
+        assert [base.base_id for base in await reader.bases()] == ["tiny"]
+        assert await reader.api_keys("default") == [key]
+    await engine.dispose()

@@ -1,0 +1,247 @@
+"""A worker that answers by a script, in this process or in one of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpc import aio
+
+from common.rpc import Server
+from loraplex.errors import LoraplexError
+from loraplex.types.v1 import generation_pb2
+from loraplex.worker.v1 import worker_pb2, worker_pb2_grpc
+from tests.integration.fake_registry import BASE
+
+ROOT = Path(__file__).resolve().parents[2]
+
+Event = worker_pb2.GenerateResponse
+Script = Callable[["FakeWorker", worker_pb2.GenerateRequest], AsyncIterator[Event]]
+
+
+def delta(text: str, index: int = 0, **fields: Any) -> Event:
+    return Event(delta=generation_pb2.Delta(index=index, text=text, **fields))
+
+
+def choice_finished(index: int = 0, reason: int = generation_pb2.FINISH_REASON_STOP) -> Event:
+    return Event(choice_finished=generation_pb2.ChoiceFinished(index=index, reason=reason))  # type: ignore[arg-type]
+
+
+def finished(worker: FakeWorker, request: worker_pb2.GenerateRequest, prompt: int, completion: int) -> Event:
+    facts = generation_pb2.ServingFacts(
+        base_digest=request.base_digest,
+        version_digest=request.adapter.version_digest,
+        artifact_digest=request.adapter.artifact_digest,
+        worker_id=worker.worker_id,
+    )
+    facts.queue_time.FromMilliseconds(3)
+    facts.decode_time.FromMilliseconds(20)
+    if request.HasField("adapter"):
+        facts.tier_hit = generation_pb2.ADAPTER_TIER_DEVICE
+    usage = generation_pb2.Usage(prompt_tokens=prompt, completion_tokens=completion)
+    return Event(finished=generation_pb2.Finished(usage=usage, facts=facts))
+
+
+def position(token: str, *others: str) -> generation_pb2.PositionLogprobs:
+    top = [
+        generation_pb2.TokenLogprob(token_id=i, token=text.encode(), logprob=-0.5 - i)
+        for i, text in enumerate((token, *others)[: len(others)])
+    ]
+    chosen = generation_pb2.TokenLogprob(token_id=0, token=token.encode(), logprob=-0.5)
+    return generation_pb2.PositionLogprobs(chosen=chosen, top=top)
+
+
+async def say_hello(worker: FakeWorker, request: worker_pb2.GenerateRequest) -> AsyncIterator[Event]:
+    """Every choice says `Hello <adapter or base> <i>`, word by word."""
+    words = ["Hello", " adapter" if request.HasField("adapter") else " base", "!"]
+    n = request.sampling.n or 1
+    want = request.sampling.logprobs if request.sampling.HasField("logprobs") else None
+    for i, word in enumerate(words):
+        for index in range(n):
+            logprobs = [] if want is None else [position(word, *(f"alt{k}" for k in range(want)))]
+            yield delta(word, index, token_ids=[i], logprobs=logprobs)
+    for index in range(n):
+        yield choice_finished(index)
+    yield finished(worker, request, 5, 3 * n)
+
+
+async def babble_forever(worker: FakeWorker, request: worker_pb2.GenerateRequest) -> AsyncIterator[Event]:
+    while True:
+        yield delta("ba ")
+        await asyncio.sleep(0.01)
+
+
+async def never_answer(worker: FakeWorker, request: worker_pb2.GenerateRequest) -> AsyncIterator[Event]:
+    await asyncio.Event().wait()
+    yield delta("never")
+
+
+def raising(error: LoraplexError, *before: Event) -> Script:
+    """Say `before`, then fail."""
+
+    async def script(worker: FakeWorker, request: worker_pb2.GenerateRequest) -> AsyncIterator[Event]:
+        for event in before:
+            yield event
+        raise error
+
+    return script
+
+
+@dataclass(eq=False)
+class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
+    """WorkerService whose answers are a script. Counts what it was asked and what was cancelled."""
+
+    worker_id: str = "w1"
+    base_digest: str = BASE
+    script: Script = say_hello
+    port: int = 0
+    state: int = worker_pb2.WORKER_STATE_SERVING
+    epoch: str = "e1"
+    sequence: int = 1
+    sends_sequence: bool = True
+    accepts: asyncio.Event = field(default_factory=asyncio.Event)
+    requests: list[worker_pb2.GenerateRequest] = field(default_factory=list)
+    metadata: list[dict[str, Any]] = field(default_factory=list)
+    time_remaining_s: list[float | None] = field(default_factory=list)
+    num_cancelled: int = 0
+    in_flight: int = 0
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    status: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.accepts.set()
+        self._server: Server | None = None
+        self._ends_status = False
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def start(self) -> FakeWorker:
+        self._ends_status = False
+        self._server = Server(
+            [lambda server: worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server)],
+            [worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]],
+        )
+        self.port = await self._server.start("127.0.0.1", self.port)
+        return self
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            server, self._server = self._server, None
+            await server.stop(0)
+
+    async def set(self, state: int | None = None, **status: Any) -> None:
+        """Change the status and push it."""
+        async with self.changed:
+            self.state = self.state if state is None else state
+            self.status |= status
+            self.sequence += 1
+            self.changed.notify_all()
+
+    async def end_status_streams(self) -> None:
+        async with self.changed:
+            self._ends_status = True
+            self.changed.notify_all()
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+        async with asyncio.timeout(timeout_s), self.changed:
+            await self.changed.wait_for(condition)
+
+    def _message(self, *, full: bool) -> worker_pb2.WatchStatusResponse:
+        fields: dict[str, Any] = {
+            "base_digest": self.base_digest,
+            "running_requests": 0,
+            "waiting_requests": 0,
+            "queued_prefill_tokens": 0,
+            "prefill_tokens_per_second": 1000.0,
+            "decode_tokens_per_second": 100.0,
+            "free_blocks": 100,
+            "total_blocks": 128,
+        } | self.status
+        return worker_pb2.WatchStatusResponse(
+            full=full,
+            worker_id=self.worker_id,
+            epoch=self.epoch,
+            sequence=self.sequence,
+            state=self.state,  # type: ignore[arg-type]
+            **fields,
+        )
+
+    async def WatchStatus(
+        self, request: worker_pb2.WatchStatusRequest, context: aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[worker_pb2.WatchStatusResponse]:
+        seen = self.sequence
+        yield self._message(full=True)
+        while not self._ends_status:
+            try:
+                async with asyncio.timeout(1.0), self.changed:
+                    await self.changed.wait_for(lambda: self._ends_status or self.sequence != seen)  # noqa: B023
+            except TimeoutError:
+                pass
+            if not self._ends_status:
+                seen = self.sequence
+                yield self._message(full=False)
+
+    async def Generate(
+        self, request: worker_pb2.GenerateRequest, context: aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[Event]:
+        async with self.changed:
+            self.requests.append(request)
+            self.metadata.append(dict(context.invocation_metadata() or ()))
+            self.time_remaining_s.append(context.time_remaining())
+            self.in_flight += 1
+            self.changed.notify_all()
+        ended = False
+        try:
+            await self.accepts.wait()
+            if self.sends_sequence:
+                await context.send_initial_metadata((("x-loraplex-status-sequence", str(self.sequence + 1)),))
+            async for event in self.script(self, request):
+                yield event
+            ended = True
+        except Exception:
+            ended = True
+            raise
+        finally:
+            self.in_flight -= 1
+            self.num_cancelled += not ended
+            asyncio.get_running_loop().create_task(self._notify())
+
+    async def _notify(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+
+async def _serve_one_worker() -> None:
+    """Run a worker that babbles as a process of its own, for tests that kill it: prints its port."""
+    worker = await FakeWorker(worker_id=sys.argv[1], script=babble_forever).start()
+    sys.stdout.write(f"{worker.port}\n")
+    sys.stdout.flush()
+    await asyncio.Event().wait()
+
+
+@asynccontextmanager
+async def worker_process(worker_id: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """Run a babbling worker as a process; yields it and its address."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.integration.fake_worker", worker_id, stdout=asyncio.subprocess.PIPE, cwd=ROOT
+    )
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(30):
+            port = int(await process.stdout.readline())
+        yield process, f"127.0.0.1:{port}"
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve_one_worker())
