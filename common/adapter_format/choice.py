@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from common.adapter_format.packed import PackedModule, module_tensors, quantized_module
-from common.adapter_format.parts import PackedPart
+from common.adapter_format.parts import FORMAT_INT8, FORMAT_NONE, PackedPart, num_groups
 
 INT4_BYTES: Final = 0.3
 """Most that an int4 adapter's bytes may be of its 16-bit bytes."""
@@ -71,3 +71,17 @@ def _cost(module: PackedModule, candidate: Candidate) -> tuple[int, int]:
     """Return the bytes of a candidate's tensors and of their names and entries in the header."""
     tensors = module_tensors(candidate.module(module.name))
     return sum(array.nbytes for _, _, array in tensors), sum(len(name) + _ENTRY_BYTES for name, _, _ in tensors)
+
+
+def estimated_bytes(modules: Sequence[PackedModule], form: str) -> int:
+    """Return about what a packed file of these modules (of format none) takes in `form`, from their shapes alone."""
+    values = sum(m.rank * (m.in_features + m.out_features) for m in modules)
+    if form == FORMAT_NONE:
+        tensors = sum(array.nbytes for module in modules for array in (module.a, module.b))
+        return tensors + sum(2 * (len(module.name) + _ENTRY_BYTES) for module in modules)
+    if form == FORMAT_INT8:
+        names = sum(3 * (len(module.name) + _ENTRY_BYTES) for module in modules)
+        return values + sum(4 * module.rank for module in modules) + names
+    names = sum(4 * (len(module.name) + _ENTRY_BYTES) for module in modules)
+    scales = sum(2 * m.rank * (num_groups(m.in_features) + num_groups(m.out_features)) for m in modules)
+    return max(values // 2 + scales + names, int(INT4_BYTES * 2 * values))
