@@ -84,8 +84,13 @@ async def migrate(engine: AsyncEngine) -> None:
 
 def upgrade(connection: sa.Connection) -> None:
     """Run all migrations on a connection."""
+    command.upgrade(alembic_config(connection), "head")
+
+
+def alembic_config(connection: sa.Connection) -> Config:
+    """Return what Alembic's commands need to work on a connection."""
     config = Config()
     config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
     config.set_main_option("path_separator", "os")
     config.attributes["connection"] = connection
-    command.upgrade(config, "head")
+    return config
