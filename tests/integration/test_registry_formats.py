@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from loraplex.registry.v1 import adapter_pb2 as a
 from registry.artifacts import ArtifactFolder
 from registry.database import alembic_config, migrate, open_engine, parse_url
 from registry.domain import VersionRecord, outdated
+from registry.packing import repack
 from registry.tables import VERSIONS
 from tests.running_registry import (
     Client,
@@ -306,6 +308,29 @@ async def test_a_failure_in_mid_repack_leaves_the_old_artifact_and_the_next_star
         assert not list((state_dir / "incoming").iterdir())
     async with registry_here(state_dir, database, default_quantization="int8") as client:
         await until(client, {"x": ["int8"]})
+
+
+async def test_a_format_that_is_chosen_while_the_registry_repacks_is_kept(
+    state_dir, database, base_folder, adapter_folder, monkeypatch
+):
+    async with registry_here(state_dir, database) as client:
+        await client.add_base(base_folder)
+        await upload(client, adapter_folder, "x")
+    await forget_formats(state_dir, database)
+    begun, chosen = threading.Event(), threading.Event()
+
+    def slow(*args):
+        begun.set()
+        assert chosen.wait(20)
+        return repack(*args)
+
+    monkeypatch.setattr("registry.service.repacking.repack", slow)
+    async with registry_here(state_dir, database, default_quantization="int8") as client:
+        assert await asyncio.to_thread(begun.wait, 20)
+        mine = (await upload(client, adapter_folder, "x", INT4)).adapter
+        chosen.set()
+        await eventually(lambda: not list((state_dir / "incoming").iterdir()))
+        assert (await get(client, "x")).adapter == mine
 
 
 def test_only_an_older_packer_is_out_of_date():

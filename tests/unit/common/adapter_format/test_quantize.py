@@ -24,7 +24,7 @@ WIDTHS = st.integers(1, 13).map(lambda n: 16 * n)
 
 def weight(module: PackedModule) -> np.ndarray:
     """The whole delta, in float64."""
-    return np.sum([b.astype(np.float64) @ a for a, b in map(dequantize, module.parts)], axis=0)
+    return np.asarray(np.sum([b.astype(np.float64) @ a for a, b in map(dequantize, module.parts)], axis=0))
 
 
 def measured(exact: PackedModule, off: PackedModule) -> float:
