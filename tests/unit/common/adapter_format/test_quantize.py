@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.quantization import read_folder
-from common.adapter_format.choice import INT4_BYTES
+from common.adapter_format.choice import INT4_BYTES, estimated_bytes
 from common.adapter_format.packed import PackedAdapter, PackedModule, module_tensors, open_packed, pack, version_digest
 from common.adapter_format.parts import dequantize
 from common.adapter_format.quantize import Quantized, can_quantize, quantize
@@ -48,7 +48,7 @@ def round_trip(quantized: Quantized, file: Path) -> PackedAdapter:
     return open_packed(file)
 
 
-@pytest.mark.parametrize(("form", "bound"), [("int8", 0.012), ("int4", 0.21)])
+@pytest.mark.parametrize(("form", "bound"), [("int8", 0.016), ("int4", 0.25)])
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 20), WIDTHS, WIDTHS, st.integers(0, 2**32), st.floats(1e-6, 1e6))
 def test_random_modules_keep_to_the_bound_and_errors_are_exact(
@@ -84,7 +84,7 @@ def test_rows_of_very_different_sizes_and_zero_rows_keep_to_it_too(form, rank, a
         return
     quantized = quantize(adapter_of(changed), form)
     error = measured(changed, quantized.adapter.modules[0])
-    assert error <= (0.012 if form == "int8" else 0.25)
+    assert error <= (0.016 if form == "int8" else 0.3)
     assert quantized.errors[0] == pytest.approx(error, rel=1e-3)
 
 
@@ -176,3 +176,11 @@ def test_the_shipped_adapters_keep_to_the_promised_errors_and_sizes(folder, tmp_
         pack(adapter, tmp_path / "none")
         pack(int4.adapter, tmp_path / "int4")
         assert (tmp_path / "int4").stat().st_size <= INT4_BYTES * (tmp_path / "none").stat().st_size
+
+
+def test_what_a_format_would_take_is_reckoned_from_shapes(tmp_path):
+    adapter = read_folder(EXAMPLES / "text-to-sql")
+    for form in ("none", "int8", "int4"):
+        pack(quantize(adapter, form).adapter, tmp_path / form)
+        taken = (tmp_path / form).stat().st_size
+        assert estimated_bytes(adapter.modules, form) == pytest.approx(taken, rel=0.02)
