@@ -107,19 +107,42 @@ class AsyncClient:
                 call.cancel()
 
     async def add_adapter(
-        self, name: str, path: str | Path, *, base_id: str = "", progress: Callable[[int], None] = lambda _: None
+        self,
+        name: str,
+        path: str | Path,
+        *,
+        base_id: str = "",
+        quantization: str = "",
+        progress: Callable[[int], None] = lambda _: None,
     ) -> AdapterRegistration:
         """Register a version of an adapter from a PEFT folder; `progress` is told the bytes of each part sent.
 
-        `base_id` may be empty where exactly one base is registered. The folder is read on the event loop's thread.
+        `base_id` may be empty where exactly one base is registered. `quantization` is int8, int4 or none (exact); empty
+        keeps what a version that is known already has, else takes the registry's default. The folder is read on the
+        event loop's thread.
         """
-        folder = read_adapter_folder(Path(path))
+        folder, form = read_adapter_folder(Path(path)), wire.quantization(quantization)
         with self._registry.calls():
             response = await self._adapters.UploadArtifact(
-                upload_parts(folder, name, base_id, progress), timeout=self.timeouts.upload_s, metadata=self._operator
+                upload_parts(folder, name, base_id, progress, form),
+                timeout=self.timeouts.upload_s,
+                metadata=self._operator,
             )
         self._seen(response.revision)
-        return AdapterRegistration(wire.adapter(response.adapter), response.revision, response.changed)
+        return wire.registration(response)
+
+    async def repack_adapter(self, name: str, quantization: str) -> AdapterRegistration:
+        """Pack an adapter's current version as int8, int4 or none (exact). Raises AdapterNotFound.
+
+        The version stays; its artifact is another, which requests take from then on.
+        """
+        request = adapter_pb2.UpdateAdapterRequest(name=name, format=wire.quantization(quantization))
+        with self._registry.calls():
+            response = await self._adapters.UpdateAdapter(
+                request, timeout=self.timeouts.upload_s, metadata=self._operator
+            )
+        self._seen(response.revision)
+        return wire.registration(response)
 
     async def get_adapter(self, name: str) -> Adapter:
         """Return an adapter with all its versions. Raises AdapterNotFound."""
@@ -127,7 +150,7 @@ class AsyncClient:
             response = await self._adapters.GetAdapter(
                 adapter_pb2.GetAdapterRequest(name=name), timeout=self.timeouts.call_s, metadata=self._operator
             )
-        return wire.adapter(response.adapter)
+        return wire.adapter(response.adapter, response.reports)
 
     async def list_adapters(self) -> AsyncIterator[Adapter]:
         """Yield all adapters by name."""

@@ -28,8 +28,26 @@ class AdapterVersion:
 
 
 @dataclass(frozen=True, slots=True)
+class PackingReport:
+    """What packing a version made of it.
+
+    `sizes` are bytes of the file by format: of the version's own and of none measured, of others reckoned from shapes.
+    `errors` are (module, relative error of its weight change), worst first; of old versions the worst only.
+    """
+
+    version_digest: str
+    format: str
+    sizes: dict[str, int]
+    mean_error: float
+    errors: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Adapter:
-    """A named adapter. `versions` is newest first and empty in lists."""
+    """A named adapter. `versions` is newest first and empty in lists.
+
+    `reports` comes with a single adapter that is asked for, and does not count where adapters are compared.
+    """
 
     tenant: str
     name: str
@@ -38,6 +56,7 @@ class Adapter:
     versions: tuple[AdapterVersion, ...]
     create_time: datetime
     update_time: datetime
+    reports: tuple[PackingReport, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +137,15 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRegistration:
-    """The outcome of registering an adapter. `changed` is False where the content was the current version already."""
+    """The outcome of registering an adapter or of changing its format.
+
+    `changed` is False where the content was the current version already, in that format.
+    """
 
     adapter: Adapter
     revision: int
     changed: bool
+    report: PackingReport | None = None
 
 
 @dataclass(frozen=True, slots=True)

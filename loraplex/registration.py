@@ -13,14 +13,18 @@ PART_BYTES: Final = 2**20
 
 
 def upload_parts(
-    folder: AdapterFolder, name: str, base_id: str = "", progress: Callable[[int], None] = lambda _: None
+    folder: AdapterFolder,
+    name: str,
+    base_id: str = "",
+    progress: Callable[[int], None] = lambda _: None,
+    form: adapter_pb2.AdapterFormat.ValueType = adapter_pb2.ADAPTER_FORMAT_UNSPECIFIED,
 ) -> Iterator[adapter_pb2.UploadArtifactRequest]:
     """Yield the upload's messages; `progress` is told the bytes of each part as it is handed over.
 
     A file that changes meanwhile is caught by the registry, which checks sizes and hashes.
     """
     try:
-        header = adapter_pb2.UploadHeader(name=name, base_id=base_id)
+        header = adapter_pb2.UploadHeader(name=name, base_id=base_id, format=form)
     except ValueError as error:  # a lone surrogate
         raise InvalidName(f"the name cannot be sent: {error}", field="name") from error
     yield adapter_pb2.UploadArtifactRequest(header=header)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from loraplex.credentials import Metadata
-from loraplex.errors import InvalidRequest
+from loraplex.errors import InvalidParameter, InvalidRequest
 from loraplex.generation import (
     ChoiceFinished,
     Event,
@@ -24,7 +24,17 @@ from loraplex.generation import (
 )
 from loraplex.manifest import BaseManifest
 from loraplex.metadata_keys import MIN_REVISION_KEY, REQUEST_ID_KEY, TRACE_KEY
-from loraplex.records import Adapter, AdapterVersion, ApiKey, BaseModel, Model, Worker, WorkerAdapter
+from loraplex.records import (
+    Adapter,
+    AdapterRegistration,
+    AdapterVersion,
+    ApiKey,
+    BaseModel,
+    Model,
+    PackingReport,
+    Worker,
+    WorkerAdapter,
+)
 from loraplex.registry.v1 import adapter_pb2, api_key_pb2, base_model_pb2
 from loraplex.router.v1 import fleet_pb2, inference_pb2, models_pb2
 from loraplex.spans import Span
@@ -36,6 +46,12 @@ _TIERS: Final = {
     generation_pb2.ADAPTER_TIER_HOST: "host",
     generation_pb2.ADAPTER_TIER_DISK: "disk",
     generation_pb2.ADAPTER_TIER_SOURCE: "source",
+}
+_FORMATS: Final = {
+    "": adapter_pb2.ADAPTER_FORMAT_UNSPECIFIED,
+    "int8": adapter_pb2.ADAPTER_FORMAT_INT8,
+    "int4": adapter_pb2.ADAPTER_FORMAT_INT4,
+    "none": adapter_pb2.ADAPTER_FORMAT_NONE,
 }
 _REASONS: Final = {generation_pb2.FINISH_REASON_STOP: "stop", generation_pb2.FINISH_REASON_LENGTH: "length"}
 
@@ -167,7 +183,35 @@ def adapter_version(message: adapter_pb2.AdapterVersion) -> AdapterVersion:
     )
 
 
-def adapter(message: adapter_pb2.Adapter) -> Adapter:
+def quantization(name: str) -> adapter_pb2.AdapterFormat.ValueType:
+    """Return what asks for a format; "" asks for none in particular. Raises InvalidParameter."""
+    value = _FORMATS.get(name)
+    if value is None:
+        known = ", ".join(known for known in _FORMATS if known)
+        raise InvalidParameter(f"{name!r} is no quantization; give one of {known}", field="quantization")
+    return value
+
+
+def packing_report(message: adapter_pb2.PackingReport) -> PackingReport:
+    """Return the value of the message."""
+    return PackingReport(
+        version_digest=message.version_digest,
+        format=message.format,
+        sizes={size.format: size.size_bytes for size in message.sizes},
+        mean_error=message.mean_error,
+        errors=tuple((entry.module, entry.relative_error) for entry in message.modules),
+    )
+
+
+def registration(
+    response: adapter_pb2.UploadArtifactResponse | adapter_pb2.UpdateAdapterResponse,
+) -> AdapterRegistration:
+    """Return the value of the message."""
+    report = packing_report(response.report) if response.HasField("report") else None
+    return AdapterRegistration(adapter(response.adapter), response.revision, response.changed, report)
+
+
+def adapter(message: adapter_pb2.Adapter, reports: Iterable[adapter_pb2.PackingReport] = ()) -> Adapter:
     """Return the value of the message."""
     return Adapter(
         tenant=message.tenant,
@@ -177,6 +221,7 @@ def adapter(message: adapter_pb2.Adapter) -> Adapter:
         versions=tuple(adapter_version(version) for version in message.versions),
         create_time=_time(message.create_time),
         update_time=_time(message.update_time),
+        reports=tuple(map(packing_report, reports)),
     )
 
 

@@ -36,6 +36,8 @@ from registry.service.adapters import Adapters
 from registry.service.api_keys import ApiKeys, ensure_bootstrap_key
 from registry.service.base_models import BaseModels
 from registry.service.garbage import collect
+from registry.service.repacking import Repacking
+from registry.service.retirement import Retirement
 from registry.service.uploads import Uploads
 from registry.service.watches import Watches
 from registry.settings import RegistrySettings
@@ -97,10 +99,12 @@ async def _serve(
             await collect(store, artifacts, set(await asyncio.to_thread(lambda: list(artifacts.digests()))))
             if settings.bootstrap_key is not None:
                 await ensure_bootstrap_key(store, settings.bootstrap_key.get_secret_value())
-        uploads = Uploads(store, artifacts, settings)
+        retirement = Retirement(store, artifacts, settings.artifact_grace_s)
+        uploads = Uploads(store, artifacts, retirement, settings)
+        repacking = Repacking(store, artifacts, retirement, settings.default_quantization)
         watches = Watches(store, signal, heartbeat_s=settings.heartbeat_s)
-        adapters, base_models = Adapters(store, artifacts, uploads, watches, reserve), BaseModels(store)
-        api_keys = ApiKeys(store, reserve)
+        adapters = Adapters(store, artifacts, uploads, repacking, watches, reserve)
+        base_models, api_keys = BaseModels(store), ApiKeys(store, reserve)
         server = Server(
             [
                 lambda grpc_server: adapter_pb2_grpc.add_AdapterServiceServicer_to_server(adapters, grpc_server),
@@ -120,13 +124,17 @@ async def _serve(
         port = await server.start(settings.host, settings.port)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(follow_head(store, signal, settings.url))
+            background = [tasks.create_task(retirement.run()), tasks.create_task(repacking.update_outdated())]
             await server.set_serving(serving=True)
             readiness.why_not = None
             on_listening(port)
             await stopping.wait()
             log.info("registry.draining")
             readiness.why_not = "shutting down"
+            for task in background:
+                task.cancel()
             await server.set_serving(serving=False)
             signal.close()  # ends the watches and the follower; an open stream would hold the server
             await server.stop(settings.drain_timeout_s)
             await uploads.close()
+            await asyncio.to_thread(repacking.close)

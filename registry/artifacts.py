@@ -76,6 +76,13 @@ class ArtifactFolder:
             raise ArtifactNotFound(f"no artifact {digest} is stored here", artifact_digest=digest) from error
         return stream, os.fstat(stream.fileno()).st_size
 
+    def file(self, digest: str) -> Path:
+        """Return where an artifact lies. Raises ArtifactNotFound."""
+        file = self._path(digest)
+        if not file.is_file():
+            raise ArtifactNotFound(f"no artifact {digest} is stored here", artifact_digest=digest)
+        return file
+
     def remove(self, digest: str) -> None:
         """Remove an artifact, if it is there."""
         with suppress(FileNotFoundError):

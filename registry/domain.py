@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from common.adapter_format.base import KINDS, BaseLinears, kind_of, layer_of, read_linears
-from common.adapter_format.packed import PackedAdapter
+from common.adapter_format.packed import PACKERS, PackedAdapter
 from common.tenancy import DEFAULT_TENANT
 from common.wording import shown
 from loraplex.digests import is_digest
-from loraplex.errors import AlreadyExists, InvalidBaseModel, InvalidName
+from loraplex.errors import AdapterNotFound, AlreadyExists, InvalidBaseModel, InvalidName
 from loraplex.families import ARCHITECTURES, check_family
 from loraplex.manifest import BaseManifest
 
@@ -54,6 +54,11 @@ class VersionRecord:
     num_base_modules: int
     dtype: str
     create_time_us: int
+    packer: int = 0
+    """Which packer of its format made the artifact; 0 where that was before formats could be chosen."""
+    source_digest: str = ""
+    """Artifact of format none, with the exact factors, that it can be packed from again."""
+    source_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +207,7 @@ def _check_layers(linears: BaseLinears, num_layers: Any) -> None:
 def describe_version(
     adapter: PackedAdapter, artifact_digest: str, artifact_bytes: int, base: BaseLinears, now_us: int
 ) -> VersionRecord:
-    """Describe a validated and packed adapter."""
+    """Describe a validated adapter that is packed as it is, in format none."""
     return VersionRecord(
         version_digest=adapter.version_digest,
         artifact_digest=artifact_digest,
@@ -215,7 +220,15 @@ def describe_version(
         num_base_modules=len(base.shapes),
         dtype=max((module.dtype for module in adapter.modules), key=_DTYPE_ORDER.index),
         create_time_us=now_us,
+        packer=PACKERS[adapter.format],
+        source_digest=artifact_digest,
+        source_bytes=artifact_bytes,
     )
+
+
+def unknown_adapter(name: str) -> AdapterNotFound:
+    """Return the error for a name that no adapter has."""
+    return AdapterNotFound(f"no adapter {name} is registered", field="name", name=name)
 
 
 def check_same_base(existing: AdapterRecord, base_id: str) -> None:
@@ -232,7 +245,8 @@ def cut_over(existing: AdapterRecord | None, name: str, base_id: str, version: V
     """Make `version` the current one of the adapter `name`; returns `existing` itself where that changes nothing.
 
     Content that is a version already becomes current again and keeps its place and time; another artifact of the same
-    version (a newer packer's) replaces the old one. Raises AlreadyExists where the name belongs to another base.
+    version (another format, a newer packer's) replaces the old one. Raises AlreadyExists where the name belongs to
+    another base.
     """
     now_us = version.create_time_us
     if existing is None:
@@ -242,9 +256,24 @@ def cut_over(existing: AdapterRecord | None, name: str, base_id: str, version: V
     known = next((v for v in versions if v.version_digest == version.version_digest), None)
     if known is None:
         versions = (version, *versions)
-    elif known.artifact_digest != version.artifact_digest:
+    elif known != replace(version, create_time_us=known.create_time_us):
         version = replace(version, create_time_us=known.create_time_us)
         versions = tuple(version if v is known else v for v in versions)
     elif existing.current == version.version_digest:
         return existing
     return replace(existing, current=version.version_digest, versions=versions, update_time_us=now_us)
+
+
+def put_repacked(existing: AdapterRecord, version: VersionRecord) -> AdapterRecord:
+    """Put another artifact of a version in the place of the old; which version is current stays."""
+    versions = tuple(version if v.version_digest == version.version_digest else v for v in existing.versions)
+    return replace(existing, versions=versions)
+
+
+def outdated(version: VersionRecord, default_format: str) -> str | None:
+    """Return the format that a version is to be packed in again, None where its artifact is up to date.
+
+    A version from before formats could be chosen gets the default.
+    """
+    wanted = version.format if version.packer else default_format
+    return wanted if version.packer < PACKERS[wanted] else None

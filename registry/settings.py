@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import sqlalchemy as sa
 from pydantic import Field, SecretStr, field_validator
@@ -13,6 +13,7 @@ from common.api_keys import EXAMPLE, id_of
 from common.config import AdminSettings, Port
 from common.secret_settings import Secret
 from registry.database import parse_url
+from registry.packing import DEFAULT_QUANTIZATION
 
 
 class RegistrySettings(AdminSettings):
@@ -32,6 +33,12 @@ class RegistrySettings(AdminSettings):
     max_upload_bytes: Annotated[int, Field(ge=2**10)] = Field(2**30, description="largest upload accepted, in bytes")
     max_concurrent_uploads: Annotated[int, Field(ge=1)] = Field(8, description="uploads received at a time; more wait")
     upload_idle_timeout_s: Annotated[float, Field(gt=0)] = Field(60.0, description="seconds an upload may be silent")
+    default_quantization: Literal["none", "int8", "int4"] = Field(
+        DEFAULT_QUANTIZATION, description="format of adapters for which no other is asked"
+    )
+    artifact_grace_s: Annotated[float, Field(ge=0)] = Field(
+        600.0, description="seconds an artifact stays after another has replaced it, for requests on their way to it"
+    )
     keep_changes: Annotated[int, Field(ge=1)] = Field(10_000, description="transactions kept for watchers that resume")
     heartbeat_s: Annotated[float, Field(gt=0)] = Field(5.0, description="seconds between a watcher's heartbeats")
     drain_timeout_s: Annotated[float, Field(ge=0)] = Field(10.0, description="seconds running calls get in a drain")

@@ -8,7 +8,7 @@ changes nothing rolls back and takes no revision.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 
@@ -28,13 +28,14 @@ from registry.domain import (
     VersionRecord,
 )
 from registry.entries import decode_entries, encode_entries
+from registry.reports import PackingReport, decode_report, encode_report
 from registry.tables import ADAPTERS, API_KEYS, BASE_MODELS, CHANGES, HEAD, VERSIONS
 
 log = structlog.get_logger(__name__)
 
 NOTIFY_CHANNEL = "loraplex_head"
 _BASE_COLUMNS = [column for column in BASE_MODELS.c if column.name != "manifest"]
-_VERSION_COLUMNS = [column for column in VERSIONS.c if column.name != "id"]
+_VERSION_COLUMNS = [column for column in VERSIONS.c if column.name not in ("id", "report")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,12 @@ class Reader:
         """Return a tenant's adapters by name, those after `after`."""
         return await self._adapters(sa.and_(ADAPTERS.c.tenant == tenant, ADAPTERS.c.name > after), limit)
 
+    async def reports(self, tenant: str, name: str) -> dict[str, PackingReport]:
+        """Return what packing made of an adapter's versions, by version digest, newest first; some may have none."""
+        query = sa.select(VERSIONS.c.version_digest, VERSIONS.c.report).filter_by(tenant=tenant, name=name)
+        rows = await self._connection.execute(query.order_by(VERSIONS.c.id.desc()))
+        return {row.version_digest: report for row in rows if (report := decode_report(row.report)) is not None}
+
     async def snapshot(self) -> Snapshot:
         """Return the whole catalog and its revision."""
         head = await self.head()
@@ -133,7 +140,10 @@ class Reader:
 
     async def totals(self) -> Totals:
         """Return how much is stored."""
-        artifacts = sa.select(VERSIONS.c.artifact_digest, VERSIONS.c.artifact_bytes).distinct().subquery()
+        artifacts = sa.union(  # each once
+            sa.select(VERSIONS.c.artifact_digest, VERSIONS.c.artifact_bytes),
+            sa.select(VERSIONS.c.source_digest, VERSIONS.c.source_bytes),
+        ).subquery()
         counts = sa.select(
             *(
                 sa.select(sa.func.count()).select_from(table).scalar_subquery()
@@ -144,12 +154,13 @@ class Reader:
         return Totals(*(int(count) for count in (await self._connection.execute(counts)).one()))
 
     async def referenced(self, artifact_digests: Collection[str]) -> set[str]:
-        """Return those of the digests that some version names."""
+        """Return those of the digests that some version names, as its artifact or its source."""
         found: set[str] = set()
         digests = sorted(artifact_digests)
         for at in range(0, len(digests), 500):
-            query = sa.select(VERSIONS.c.artifact_digest).where(VERSIONS.c.artifact_digest.in_(digests[at : at + 500]))
-            found.update((await self._connection.execute(query.distinct())).scalars())
+            for column in (VERSIONS.c.artifact_digest, VERSIONS.c.source_digest):
+                query = sa.select(column).where(column.in_(digests[at : at + 500])).distinct()
+                found.update((await self._connection.execute(query)).scalars())
         return found
 
     async def _adapters(self, which: sa.ColumnElement[bool], limit: int | None) -> list[AdapterRecord]:
@@ -179,8 +190,11 @@ class WriteTransaction(Reader):
         await self._connection.execute(sa.insert(BASE_MODELS).values(**asdict(base), manifest=manifest))
         self.entries.append(base)
 
-    async def put_adapter(self, adapter: AdapterRecord) -> None:
-        """Add an adapter or bring the stored one to this state; versions are added or changed, never taken away."""
+    async def put_adapter(self, adapter: AdapterRecord, reports: Mapping[str, PackingReport] | None = None) -> None:
+        """Add an adapter or bring the stored one to this state; versions are added or changed, never taken away.
+
+        `reports` are new ones, by version digest.
+        """
         fields = {name: value for name, value in asdict(adapter).items() if name != "versions"}
         key = {"tenant": adapter.tenant, "name": adapter.name}
         known = await self.adapter(adapter.tenant, adapter.name)
@@ -198,6 +212,10 @@ class WriteTransaction(Reader):
                 await self._connection.execute(sa.update(VERSIONS).filter_by(**where).values(**row))
             else:
                 await self._connection.execute(sa.insert(VERSIONS).values(**key, **row))
+        for digest, report in (reports or {}).items():
+            where = {**key, "version_digest": digest}
+            written = sa.update(VERSIONS).filter_by(**where).values(report=encode_report(report))
+            await self._connection.execute(written)
         self.entries.append(adapter)
 
     async def delete_adapter(self, tenant: str, name: str) -> None:

@@ -73,6 +73,10 @@ VERSIONS = sa.Table(
     sa.Column("num_base_modules", sa.Integer, nullable=False),
     sa.Column("dtype", sa.Text, nullable=False),
     sa.Column("create_time_us", sa.BigInteger, nullable=False),
+    sa.Column("packer", sa.Integer, nullable=False, server_default="0"),  # 0: before formats could be chosen
+    sa.Column("source_digest", sa.Text, nullable=False, server_default="", index=True),  # the artifact of format none
+    sa.Column("source_bytes", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("report", sa.Text, nullable=False, server_default=""),  # JSON of a PackingReport; not in the change log
     sa.ForeignKeyConstraint(["tenant", "name"], ["adapters.tenant", "adapters.name"], ondelete="CASCADE"),
     sa.UniqueConstraint("tenant", "name", "version_digest"),
 )

@@ -113,9 +113,8 @@ async def eventually(condition: Callable[[], object]) -> None:
 @asynccontextmanager
 async def registry_here(state_dir: Path, database_url: str | None = None, **settings: Any) -> AsyncIterator[Client]:
     """Run a registry in this process; leaving the block drains it."""
-    chosen = RegistrySettings(
-        state_dir=state_dir, database_url=database_url, **{"port": 0, "drain_timeout_s": 2, **settings}
-    )
+    unless_told = {"port": 0, "drain_timeout_s": 2, "default_quantization": "none"}  # factors come back as they went in
+    chosen = RegistrySettings(state_dir=state_dir, database_url=database_url, **{**unless_told, **settings})
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     stopping = asyncio.Event()
     task = asyncio.create_task(serve(chosen, stopping, port.set_result))
@@ -160,7 +159,8 @@ class RegistryProcess:
 @asynccontextmanager
 async def registry_process(state_dir: Path, *flags: str, port: int = 0) -> AsyncIterator[RegistryProcess]:
     """Run `python -m registry`; a process that still runs at the end of the block is killed."""
-    command = [sys.executable, "-m", "registry", "--state-dir", str(state_dir), "--port", str(port), *flags]
+    command = [sys.executable, "-m", "registry", "--state-dir", str(state_dir), "--port", str(port)]
+    command += ["--default-quantization", "none", *flags]
     process = await asyncio.create_subprocess_exec(
         *command, "--log-format", "json", cwd=ROOT, stderr=asyncio.subprocess.PIPE
     )

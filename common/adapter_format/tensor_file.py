@@ -27,6 +27,8 @@ NUMPY_DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
     "F16": np.dtype("<f2"),
     "BF16": np.dtype("<u2"),
 }
+# Packed files hold these besides.
+_ALL_DTYPES: Final = {**NUMPY_DTYPES, "I8": np.dtype(np.int8), "U8": np.dtype(np.uint8)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,8 @@ class StoredTensor:
     data: memoryview
 
     def array(self) -> NDArray[Any]:
-        """Return the tensor without a copy, read-only; BF16 as uint16 bits. Only for dtypes in NUMPY_DTYPES."""
-        return np.frombuffer(self.data, dtype=NUMPY_DTYPES[self.dtype]).reshape(self.shape)
+        """Return the tensor without a copy, read-only; BF16 as uint16 bits. Only for NUMPY_DTYPES, I8 and U8."""
+        return np.frombuffer(self.data, dtype=_ALL_DTYPES[self.dtype]).reshape(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,8 @@ def write_tensors(
     stream.write(len(raw).to_bytes(8, "little"))
     stream.write(raw)
     for _, _, array in ordered:
-        stream.write(np.ascontiguousarray(array).data.cast("B"))
+        if array.size:
+            stream.write(np.ascontiguousarray(array).data.cast("B"))
 
 
 def _refuse_pickle(file: Path, head: bytes) -> None:

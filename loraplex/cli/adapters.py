@@ -1,8 +1,9 @@
-"""`loraplex adapter`: add, list, show, rm."""
+"""`loraplex adapter`: add, list, show, repack, rm."""
 
 from __future__ import annotations
 
 import time
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -16,12 +17,21 @@ from loraplex.cli.options import REGISTRY, ROUTER, Json, Registry, Router, Wait
 from loraplex.client import Client
 from loraplex.errors import CatalogBehind, ModelNotFound, Unauthenticated, Unavailable
 from loraplex.peft_folder import read_adapter_folder
-from loraplex.records import AdapterVersion
+from loraplex.records import AdapterVersion, PackingReport
 
 app = new_group("Register adapters and look at them.")
 
 WAIT_S: Final = 15.0
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The adapter's name, which clients ask for as their model.")]
+_NUM_WORST: Final = 3  # modules named in text; --json has all
+
+
+class Quantization(StrEnum):
+    """Formats that an adapter can be packed in."""
+
+    INT8 = "int8"
+    INT4 = "int4"
+    NONE = "none"
 
 
 @app.command()
@@ -31,6 +41,15 @@ def add(
     base_id: Annotated[
         str, typer.Option("--base-id", metavar="ID", help="Its base model; needed where several are registered.")
     ] = "",
+    quantization: Annotated[
+        Quantization | None,
+        typer.Option(
+            "--quantization",
+            help="How its numbers are stored and served; none is exact. Default: what a version that is known already "
+            "has, else what the registry is set to.",
+            show_default=False,
+        ),
+    ] = None,
     wait: Wait = None,
     router: Router = ROUTER,
     registry: Registry = REGISTRY,
@@ -51,7 +70,11 @@ def add(
         with bar:
             task = bar.add_task("upload", total=folder.size_bytes)
             done = client.add_adapter(
-                name, folder.path, base_id=base_id, progress=lambda num_bytes: bar.advance(task, num_bytes)
+                name,
+                folder.path,
+                base_id=base_id,
+                quantization=quantization or "",
+                progress=lambda num_bytes: bar.advance(task, num_bytes),
             )
         visible = _wait_for_router(client, name, done.adapter.current.artifact_digest, wait=wait)
     if as_json:
@@ -59,7 +82,7 @@ def add(
         return
     what = "registered" if done.changed else "is this version already:"
     output.stdout().print(f"[bold]{escape(name)}[/] {what} for base {escape(done.adapter.base_id)}")
-    _print_version(done.adapter.current)
+    _print_version(done.adapter.current, done.report)
     if visible:
         output.stdout().print(f'try: loraplex generate {escape(name)} "…"')
 
@@ -73,13 +96,14 @@ def list_(registry: Registry = REGISTRY, as_json: Json = False) -> None:
         output.print_json({"adapters": adapters})
         return
     output.print_table(
-        ["name", "base", "#rank", "#modules", "#size", "version", "artifact", "updated"],
+        ["name", "base", "#rank", "#modules", "format", "#size", "version", "artifact", "updated"],
         [
             (
                 entry.name,
                 entry.base_id,
                 str(entry.current.rank),
                 f"{entry.current.num_modules}/{entry.current.num_base_modules}",
+                entry.current.format,
                 output.size(entry.current.artifact_bytes),
                 output.short(entry.current.version_digest),
                 output.short(entry.current.artifact_digest),
@@ -100,15 +124,17 @@ def show(name: Name, registry: Registry = REGISTRY, as_json: Json = False) -> No
         output.print_json(adapter)
         return
     output.stdout().print(f"[bold]{escape(adapter.name)}[/] for base {escape(adapter.base_id)}")
-    _print_version(adapter.current)
+    reports = {report.version_digest: report for report in adapter.reports}
+    _print_version(adapter.current, reports.get(adapter.current.version_digest))
     output.stdout().print()
     output.print_table(
-        ["version", "artifact", "#rank", "#size", "registered", ""],
+        ["version", "artifact", "#rank", "format", "#size", "registered", ""],
         [
             (
                 output.short(version.version_digest),
                 output.short(version.artifact_digest),
                 str(version.rank),
+                version.format,
                 output.size(version.artifact_bytes),
                 output.when(version.create_time),
                 "current" if version.version_digest == adapter.current.version_digest else "",
@@ -117,6 +143,32 @@ def show(name: Name, registry: Registry = REGISTRY, as_json: Json = False) -> No
         ],
         empty="no versions",
     )
+
+
+@app.command()
+def repack(
+    name: Name,
+    quantization: Annotated[
+        Quantization, typer.Option("--quantization", help="How its numbers are stored and served; none is exact.")
+    ],
+    wait: Wait = None,
+    router: Router = ROUTER,
+    registry: Registry = REGISTRY,
+    as_json: Json = False,
+) -> None:
+    """Pack an adapter's current version in another format, from the factors it was registered with.
+
+    Requests in flight finish on the old artifact, new ones take the new one.
+    """
+    with Client(router, registry) as client:
+        done = client.repack_adapter(name, quantization)
+        visible = _wait_for_router(client, name, done.adapter.current.artifact_digest, wait=wait)
+    if as_json:
+        output.print_json({**output.jsonable(done), "router_knows": visible})
+        return
+    what = "is packed as" if done.changed else "is packed already as"
+    output.stdout().print(f"[bold]{escape(name)}[/] {what} {quantization}")
+    _print_version(done.adapter.current, done.report)
 
 
 @app.command()
@@ -133,14 +185,20 @@ def rm(
         output.stdout().print(f"[bold]{escape(name)}[/] is deleted")
 
 
-def _print_version(version: AdapterVersion) -> None:
+def _print_version(version: AdapterVersion, report: PackingReport | None) -> None:
     kinds = ", ".join(version.target_modules)
-    for label, value in (
+    lines = [
         ("version", version.version_digest),
         ("artifact", version.artifact_digest),
         ("rank", f"{version.rank}, {version.dtype}, {output.size(version.artifact_bytes)}, format {version.format}"),
         ("modules", f"{version.num_modules} of {version.num_base_modules} changed ({kinds})"),
-    ):
+    ]
+    if report and version.format != "none":
+        worst = ", ".join(f"{module} {error:.2%}" for module, error in report.errors[:_NUM_WORST])
+        lines.append(("error", f"{report.mean_error:.2%} mean over the modules; worst {worst}"))
+    if report:
+        lines.append(("sizes", ", ".join(f"{form} {output.size(size)}" for form, size in report.sizes.items())))
+    for label, value in lines:
         output.stdout().print(f"  {label:<9}{escape(value)}")
 
 

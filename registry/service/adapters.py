@@ -1,4 +1,4 @@
-"""AdapterService: uploads, downloads, look-ups, deletion and the watch, each by the module that owns it."""
+"""AdapterService: each call is served by the module that owns it; look-ups, downloads and deletion are here."""
 # ruff: noqa: N802, ARG002 - gRPC names the methods and passes a context
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import structlog
 
 from common.pages import decode_token, encode_token, page_size
 from common.tenancy import DEFAULT_TENANT
-from loraplex.errors import AdapterNotFound, InvalidParameter
+from loraplex.errors import InvalidParameter
 from loraplex.registry.v1 import adapter_pb2, adapter_pb2_grpc
 from registry.artifacts import ArtifactFolder
-from registry.domain import check_adapter_name
+from registry.domain import check_adapter_name, unknown_adapter
 from registry.reserve import SpaceReserve
 from registry.service.garbage import collect
-from registry.service.messages import adapter_message
+from registry.service.messages import adapter_message, report_messages
+from registry.service.repacking import Repacking
 from registry.service.tasks import to_the_end
 from registry.service.uploads import Uploads
 from registry.service.watches import Watches
@@ -32,11 +33,18 @@ class Adapters(adapter_pb2_grpc.AdapterServiceServicer):
     """Serves adapters from the store and their artifacts from the folder."""
 
     def __init__(
-        self, store: Store, artifacts: ArtifactFolder, uploads: Uploads, watches: Watches, reserve: SpaceReserve
+        self,
+        store: Store,
+        artifacts: ArtifactFolder,
+        uploads: Uploads,
+        repacking: Repacking,
+        watches: Watches,
+        reserve: SpaceReserve,
     ) -> None:
         self._store = store
         self._artifacts = artifacts
         self._uploads = uploads
+        self._repacking = repacking
         self._watches = watches
         self._reserve = reserve
 
@@ -64,9 +72,12 @@ class Adapters(adapter_pb2_grpc.AdapterServiceServicer):
         name = check_adapter_name(request.name)
         async with self._store.read() as reader:
             adapter = await reader.adapter(DEFAULT_TENANT, name)
+            reports = await reader.reports(DEFAULT_TENANT, name)
         if adapter is None:
-            raise _unknown_adapter(name)
-        return adapter_pb2.GetAdapterResponse(adapter=adapter_message(adapter))
+            raise unknown_adapter(name)
+        return adapter_pb2.GetAdapterResponse(
+            adapter=adapter_message(adapter), reports=report_messages(adapter, reports)
+        )
 
     async def ListAdapters(
         self, request: adapter_pb2.ListAdaptersRequest, context: Any
@@ -81,6 +92,12 @@ class Adapters(adapter_pb2_grpc.AdapterServiceServicer):
             next_page_token=token,
         )
 
+    async def UpdateAdapter(
+        self, request: adapter_pb2.UpdateAdapterRequest, context: Any
+    ) -> adapter_pb2.UpdateAdapterResponse:
+        """Pack the current version of an adapter in another format."""
+        return await self._repacking.update(request)
+
     async def DeleteAdapter(
         self, request: adapter_pb2.DeleteAdapterRequest, context: Any
     ) -> adapter_pb2.DeleteAdapterResponse:
@@ -93,17 +110,15 @@ class Adapters(adapter_pb2_grpc.AdapterServiceServicer):
             async with self._store.write() as transaction:
                 adapter = await transaction.adapter(DEFAULT_TENANT, name)
                 if adapter is None:
-                    raise _unknown_adapter(name)
+                    raise unknown_adapter(name)
                 await transaction.delete_adapter(DEFAULT_TENANT, name)
             log.info("registry.adapter_deleted", name=name, revision=transaction.revision)
-            await collect(self._store, self._artifacts, {version.artifact_digest for version in adapter.versions})
+            versions = adapter.versions
+            digests = {digest for version in versions for digest in (version.artifact_digest, version.source_digest)}
+            await collect(self._store, self._artifacts, digests)
         return transaction.revision
 
     async def Watch(self, request: adapter_pb2.WatchRequest, context: Any) -> AsyncIterator[adapter_pb2.WatchResponse]:
         """Stream the catalog."""
         async for event in self._watches.watch(request):
             yield event
-
-
-def _unknown_adapter(name: str) -> AdapterNotFound:
-    return AdapterNotFound(f"no adapter {name} is registered", field="name", name=name)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Final
+
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from common.adapter_format.parts import FORMAT_INT4, FORMAT_INT8, FORMAT_NONE
+from loraplex.errors import InvalidParameter
 from loraplex.manifest import BaseManifest, TensorInfo
 from loraplex.registry.v1 import adapter_pb2, api_key_pb2, base_model_pb2
 from registry.domain import (
@@ -15,6 +20,24 @@ from registry.domain import (
     Entry,
     VersionRecord,
 )
+from registry.reports import PackingReport
+
+_FORMATS: Final = {
+    adapter_pb2.ADAPTER_FORMAT_NONE: FORMAT_NONE,
+    adapter_pb2.ADAPTER_FORMAT_INT8: FORMAT_INT8,
+    adapter_pb2.ADAPTER_FORMAT_INT4: FORMAT_INT4,
+}
+
+
+def asked_format(value: int, *, required: bool = False) -> str:
+    """Return the format a message asks for, "" where it asks for none in particular. Raises InvalidParameter."""
+    if value == adapter_pb2.ADAPTER_FORMAT_UNSPECIFIED and not required:
+        return ""
+    form = next((form for number, form in _FORMATS.items() if number == value), None)
+    if form is None:
+        known = ", ".join(adapter_pb2.AdapterFormat.Name(number) for number in _FORMATS)
+        raise InvalidParameter(f"format is {value}; give one of {known}", field="format")
+    return form
 
 
 def timestamp(time_us: int) -> Timestamp:
@@ -64,6 +87,25 @@ def adapter_message(adapter: AdapterRecord, *, old_versions: bool = True) -> ada
         create_time=timestamp(adapter.create_time_us),
         update_time=timestamp(adapter.update_time_us),
     )
+
+
+def report_message(
+    version_digest: str, report: PackingReport, *, only_worst: bool = False
+) -> adapter_pb2.PackingReport:
+    """Return what packing made of a version, with all modules or the worst only."""
+    errors = report.errors[:1] if only_worst else report.errors
+    return adapter_pb2.PackingReport(
+        version_digest=version_digest,
+        format=report.format,
+        sizes=[adapter_pb2.FormatSize(format=form, size_bytes=size) for form, size in report.sizes.items()],
+        mean_error=report.mean_error,
+        modules=[adapter_pb2.ModuleError(module=module, relative_error=error) for module, error in errors],
+    )
+
+
+def report_messages(adapter: AdapterRecord, reports: Mapping[str, PackingReport]) -> list[adapter_pb2.PackingReport]:
+    """Return what packing made of an adapter's versions: of the current one in full, of others the worst module."""
+    return [report_message(digest, report, only_worst=digest != adapter.current) for digest, report in reports.items()]
 
 
 def entry_message(entry: Entry) -> adapter_pb2.CatalogEntry:

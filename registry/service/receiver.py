@@ -108,7 +108,8 @@ class UploadReceiver:
                 field="file_header.size_bytes",
                 limit=self._max_upload_bytes,
             )
-        self._artifacts.require_space(2 * header.size_bytes)  # the upload, and the artifact packed from it
+        # The upload, the exact factors, and the artifact packed from them, which has at most half their size.
+        self._artifacts.require_space(5 * header.size_bytes // 2)
         with full_disk_is_no_space():
             self._stream = (self._folder / header.name).open("wb")
         self._header, self._received_bytes, self._hash = header, 0, hashlib.sha256()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -20,7 +20,6 @@ from typing import Final
 import structlog
 
 from common.adapter_format.base import BaseLinears, read_linears
-from common.adapter_format.packed import pack
 from common.adapter_format.validate import validate
 from common.tenancy import DEFAULT_TENANT
 from common.wording import listing
@@ -34,12 +33,13 @@ from loraplex.errors import (
 )
 from loraplex.manifest import manifest_from_json
 from loraplex.registry.v1 import adapter_pb2
-from registry.artifacts import ArtifactFolder, full_disk_is_no_space
-from registry.domain import VersionRecord, check_adapter_name, check_same_base, cut_over, describe_version
+from registry.artifacts import ArtifactFolder
+from registry.domain import AdapterRecord, check_adapter_name, check_same_base, cut_over
+from registry.packing import PackedVersion, Wanted, make_version
 from registry.service.base_models import unknown_base
-from registry.service.garbage import collect
-from registry.service.messages import adapter_message
+from registry.service.messages import adapter_message, asked_format, report_message
 from registry.service.receiver import ReceivedFiles, UploadReceiver
+from registry.service.retirement import Retirement
 from registry.service.tasks import to_the_end
 from registry.settings import RegistrySettings
 from registry.store import Reader, Store
@@ -57,14 +57,22 @@ class _Target:
     name: str
     base_id: str
     manifest: str
+    asked_format: str
+    """none, int8 or int4; empty where the client leaves it to the registry."""
+    known_formats: Mapping[str, str]
+    """Formats of the name's versions, by version digest."""
 
 
 class Uploads:
     """Owns the uploads in progress."""
 
-    def __init__(self, store: Store, artifacts: ArtifactFolder, settings: RegistrySettings) -> None:
+    def __init__(
+        self, store: Store, artifacts: ArtifactFolder, retirement: Retirement, settings: RegistrySettings
+    ) -> None:
         self._store = store
         self._artifacts = artifacts
+        self._retirement = retirement
+        self._default_quantization = settings.default_quantization
         self._max_upload_bytes = settings.max_upload_bytes
         self._idle_timeout_s = settings.upload_idle_timeout_s
         self._num_places = settings.max_concurrent_uploads
@@ -87,13 +95,15 @@ class Uploads:
             target = await self._admit(first.header, reader)
         async with self._place(), self._folder() as folder:
             files = await self._receive(parts, folder)
-            version, packed = await self._in_validator(lambda: self._make_version(files, target, folder))
-            response = await to_the_end(self._commit(target, version, packed))
+            packed = await self._in_validator(lambda: self._make_version(files, target, folder))
+            response = await to_the_end(self._commit(target, packed))
         log.info(
             "registry.adapter_uploaded",
             name=target.name,
-            version=version.version_digest[:12],
-            artifact=version.artifact_digest[:12],
+            version=packed.version.version_digest[:12],
+            artifact=packed.version.artifact_digest[:12],
+            format=packed.version.format,
+            mean_error=packed.report.mean_error,
             changed=response.changed,
             revision=response.revision,
             seconds=round(time.monotonic() - started, 3),
@@ -102,7 +112,7 @@ class Uploads:
 
     async def _admit(self, header: adapter_pb2.UploadHeader, reader: Reader) -> _Target:
         """Check all that can be checked before any data comes."""
-        name, base_id = check_adapter_name(header.name), header.base_id
+        name, base_id, form = check_adapter_name(header.name), header.base_id, asked_format(header.format)
         if not base_id:
             bases = [base.base_id for base in await reader.bases()]
             if not bases:
@@ -116,8 +126,9 @@ class Uploads:
         manifest = await reader.manifest(base_id)
         if manifest is None:
             raise unknown_base(base_id, await reader.bases())
-        await _check_name_is_free(reader, name, base_id)
-        return _Target(name, base_id, manifest)
+        existing = await _check_name_is_free(reader, name, base_id)
+        known_formats = {version.version_digest: version.format for version in existing.versions} if existing else {}
+        return _Target(name, base_id, manifest, form, known_formats)
 
     async def _receive(self, parts: _Parts, folder: Path) -> ReceivedFiles:
         receiver = UploadReceiver(folder, self._artifacts, max_upload_bytes=self._max_upload_bytes)
@@ -128,32 +139,30 @@ class Uploads:
         finally:
             receiver.close()
 
-    def _make_version(self, files: ReceivedFiles, target: _Target, folder: Path) -> tuple[VersionRecord, Path]:
+    def _make_version(self, files: ReceivedFiles, target: _Target, folder: Path) -> PackedVersion:
         """Validate, pack and sync; blocks."""
         base: BaseLinears = read_linears(manifest_from_json(target.manifest))
         adapter = validate(files.config, files.weights, base)
-        packed = folder / "packed"
-        with full_disk_is_no_space():
-            digest = pack(adapter, packed)
-        self._artifacts.sync(packed)
-        now_us = time.time_ns() // 1000
-        return describe_version(adapter, digest, packed.stat().st_size, base, now_us), packed
+        default = target.known_formats.get(adapter.version_digest, self._default_quantization)
+        wanted = Wanted(target.asked_format or default, asked=bool(target.asked_format))
+        return make_version(adapter, wanted, base, folder, self._artifacts, time.time_ns() // 1000)
 
-    async def _commit(
-        self, target: _Target, version: VersionRecord, packed: Path
-    ) -> adapter_pb2.UploadArtifactResponse:
+    async def _commit(self, target: _Target, packed: PackedVersion) -> adapter_pb2.UploadArtifactResponse:
         async with self._store.write() as transaction:
-            await _check_name_is_free(transaction, target.name, target.base_id)
-            existing = await transaction.adapter(DEFAULT_TENANT, target.name)
-            adapter = cut_over(existing, target.name, target.base_id, version)
+            existing = await _check_name_is_free(transaction, target.name, target.base_id)
+            adapter = cut_over(existing, target.name, target.base_id, packed.version)
             # Also where nothing changes: an artifact that was lost comes back by registering it again.
-            await asyncio.to_thread(self._artifacts.publish, packed, version.artifact_digest)
+            for digest, file in packed.files.items():
+                await asyncio.to_thread(self._artifacts.publish, file, digest)
             if adapter is not existing:
-                await transaction.put_adapter(adapter)
-        dropped = {v.artifact_digest for v in existing.versions if v not in adapter.versions} if existing else set()
-        await collect(self._store, self._artifacts, dropped)
+                await transaction.put_adapter(adapter, {packed.version.version_digest: packed.report})
+        if existing:
+            self._retirement.retire({v.artifact_digest for v in existing.versions if v not in adapter.versions})
         return adapter_pb2.UploadArtifactResponse(
-            adapter=adapter_message(adapter), revision=transaction.revision, changed=adapter is not existing
+            adapter=adapter_message(adapter),
+            revision=transaction.revision,
+            changed=adapter is not existing,
+            report=report_message(packed.version.version_digest, packed.report),
         )
 
     async def _next(self, parts: _Parts) -> adapter_pb2.UploadArtifactRequest | None:
@@ -164,8 +173,8 @@ class Uploads:
         except TimeoutError as error:
             raise DeadlineExceeded(f"the upload stood still for {self._idle_timeout_s:g} s; start it again") from error
 
-    async def _in_validator(self, work: Callable[[], tuple[VersionRecord, Path]]) -> tuple[VersionRecord, Path]:
-        async def run() -> tuple[VersionRecord, Path]:
+    async def _in_validator(self, work: Callable[[], PackedVersion]) -> PackedVersion:
+        async def run() -> PackedVersion:
             return await asyncio.get_running_loop().run_in_executor(self._validators, work)
 
         return await to_the_end(run())
@@ -193,10 +202,11 @@ class Uploads:
             await to_the_end(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
 
 
-async def _check_name_is_free(reader: Reader, name: str, base_id: str) -> None:
-    """Refuse a name that means something else: a base, or an adapter of another base."""
+async def _check_name_is_free(reader: Reader, name: str, base_id: str) -> AdapterRecord | None:
+    """Return the adapter that has the name. Refuse one that means something else: a base, an adapter of another."""
     if await reader.base(name) is not None:
         raise AlreadyExists(f"{name} is the id of a base model; choose another name", field="name")
     existing = await reader.adapter(DEFAULT_TENANT, name)
     if existing is not None:
         check_same_base(existing, base_id)
+    return existing

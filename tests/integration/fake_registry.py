@@ -134,5 +134,8 @@ class FakeRegistry(adapter_pb2_grpc.AdapterServiceServicer):
     def ListAdapters(self, request: Any, context: Any) -> Any:
         raise NotImplementedError
 
+    def UpdateAdapter(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
     def DeleteAdapter(self, request: Any, context: Any) -> Any:
         raise NotImplementedError

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from loraplex.registry.v1 import api_key_pb2 as _api_key_pb2
 from loraplex.registry.v1 import base_model_pb2 as _base_model_pb2
 import builtins as _builtins
@@ -20,6 +21,128 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _AdapterFormat:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _AdapterFormatEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AdapterFormat.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ADAPTER_FORMAT_UNSPECIFIED: _AdapterFormat.ValueType  # 0
+    """Keeps the format of a version that is registered already; else the registry's default."""
+    ADAPTER_FORMAT_NONE: _AdapterFormat.ValueType  # 1
+    """As uploaded: 16 or 32 bits, exact."""
+    ADAPTER_FORMAT_INT8: _AdapterFormat.ValueType  # 2
+    """8 bits, one scale per rank row."""
+    ADAPTER_FORMAT_INT4: _AdapterFormat.ValueType  # 3
+    """4 bits in groups of 64, with leading components in 8 bits where that pays."""
+
+class AdapterFormat(_AdapterFormat, metaclass=_AdapterFormatEnumTypeWrapper):
+    """How the numbers of an adapter are stored and served."""
+
+ADAPTER_FORMAT_UNSPECIFIED: AdapterFormat.ValueType  # 0
+"""Keeps the format of a version that is registered already; else the registry's default."""
+ADAPTER_FORMAT_NONE: AdapterFormat.ValueType  # 1
+"""As uploaded: 16 or 32 bits, exact."""
+ADAPTER_FORMAT_INT8: AdapterFormat.ValueType  # 2
+"""8 bits, one scale per rank row."""
+ADAPTER_FORMAT_INT4: AdapterFormat.ValueType  # 3
+"""4 bits in groups of 64, with leading components in 8 bits where that pays."""
+Global___AdapterFormat: _TypeAlias = AdapterFormat  # noqa: Y015
+
+@_typing.final
+class FormatSize(_message.Message):
+    """What a format takes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FORMAT_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    format: _builtins.str
+    """none, int8 or int4."""
+    size_bytes: _builtins.int
+    """Size of the packed file in bytes: measured for the version's own format and none, reckoned from shapes for others."""
+    def __init__(
+        self,
+        *,
+        format: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["format", b"format", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FormatSize: _TypeAlias = FormatSize  # noqa: Y015
+
+@_typing.final
+class ModuleError(_message.Message):
+    """What quantizing one module lost."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODULE_FIELD_NUMBER: _builtins.int
+    RELATIVE_ERROR_FIELD_NUMBER: _builtins.int
+    module: _builtins.str
+    """layers.0.self_attn.q_proj, ..."""
+    relative_error: _builtins.float
+    """Frobenius norm of the difference over that of the module's weight change; infinite where only the latter is 0."""
+    def __init__(
+        self,
+        *,
+        module: _builtins.str = ...,
+        relative_error: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["module", b"module", "relative_error", b"relative_error"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModuleError: _TypeAlias = ModuleError  # noqa: Y015
+
+@_typing.final
+class PackingReport(_message.Message):
+    """What packing a version made of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_DIGEST_FIELD_NUMBER: _builtins.int
+    FORMAT_FIELD_NUMBER: _builtins.int
+    SIZES_FIELD_NUMBER: _builtins.int
+    MEAN_ERROR_FIELD_NUMBER: _builtins.int
+    MODULES_FIELD_NUMBER: _builtins.int
+    version_digest: _builtins.str
+    """The version."""
+    format: _builtins.str
+    """Its format."""
+    mean_error: _builtins.float
+    """Mean of the modules' relative errors."""
+    @_builtins.property
+    def sizes(self) -> _containers.RepeatedCompositeFieldContainer[Global___FormatSize]:
+        """What each format takes."""
+
+    @_builtins.property
+    def modules(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModuleError]:
+        """The modules, worst first; of old versions only the worst."""
+
+    def __init__(
+        self,
+        *,
+        version_digest: _builtins.str = ...,
+        format: _builtins.str = ...,
+        sizes: _abc.Iterable[Global___FormatSize] | None = ...,
+        mean_error: _builtins.float = ...,
+        modules: _abc.Iterable[Global___ModuleError] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["format", b"format", "mean_error", b"mean_error", "modules", b"modules", "sizes", b"sizes", "version_digest", b"version_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PackingReport: _TypeAlias = PackingReport  # noqa: Y015
 
 @_typing.final
 class AdapterVersion(_message.Message):
@@ -45,7 +168,7 @@ class AdapterVersion(_message.Message):
     base_digest: _builtins.str
     """Digest of the base it was validated on."""
     format: _builtins.str
-    """Storage format: none."""
+    """Storage format: none, int8 or int4."""
     rank: _builtins.int
     """Largest rank of any module."""
     artifact_bytes: _builtins.int
@@ -149,19 +272,23 @@ class UploadHeader(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     BASE_ID_FIELD_NUMBER: _builtins.int
+    FORMAT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The adapter's name."""
     base_id: _builtins.str
     """Its base model; may be empty where exactly one base is registered."""
+    format: Global___AdapterFormat.ValueType
+    """Format to pack it in."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         base_id: _builtins.str = ...,
+        format: Global___AdapterFormat.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_id", b"base_id", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_id", b"base_id", "format", b"format", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -242,13 +369,18 @@ class UploadArtifactResponse(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     CHANGED_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """The registry's revision that contains it."""
     changed: _builtins.bool
-    """False where the content was the current version already."""
+    """False where the content was the current version already, in this format."""
     @_builtins.property
     def adapter(self) -> Global___Adapter:
         """The adapter; its current version is the uploaded one."""
+
+    @_builtins.property
+    def report(self) -> Global___PackingReport:
+        """What packing the version made of it."""
 
     def __init__(
         self,
@@ -256,10 +388,11 @@ class UploadArtifactResponse(_message.Message):
         adapter: Global___Adapter | None = ...,
         revision: _builtins.int = ...,
         changed: _builtins.bool = ...,
+        report: Global___PackingReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "changed", b"changed", "revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "changed", b"changed", "report", b"report", "revision", b"revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -372,18 +505,24 @@ class GetAdapterResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ADAPTER_FIELD_NUMBER: _builtins.int
+    REPORTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def adapter(self) -> Global___Adapter:
         """The adapter."""
+
+    @_builtins.property
+    def reports(self) -> _containers.RepeatedCompositeFieldContainer[Global___PackingReport]:
+        """What packing made of its versions, newest first; one that no registry has packed since reports exist has none."""
 
     def __init__(
         self,
         *,
         adapter: Global___Adapter | None = ...,
+        reports: _abc.Iterable[Global___PackingReport] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "reports", b"reports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -442,6 +581,70 @@ class ListAdaptersResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListAdaptersResponse: _TypeAlias = ListAdaptersResponse  # noqa: Y015
+
+@_typing.final
+class UpdateAdapterRequest(_message.Message):
+    """Asks for another format."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    FORMAT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The adapter's name."""
+    format: Global___AdapterFormat.ValueType
+    """Format to pack its current version in; must be given."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        format: Global___AdapterFormat.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["format", b"format", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateAdapterRequest: _TypeAlias = UpdateAdapterRequest  # noqa: Y015
+
+@_typing.final
+class UpdateAdapterResponse(_message.Message):
+    """The adapter in the wanted format."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    CHANGED_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
+    revision: _builtins.int
+    """The registry's revision that contains it."""
+    changed: _builtins.bool
+    """False where the current version had the format already."""
+    @_builtins.property
+    def adapter(self) -> Global___Adapter:
+        """The adapter."""
+
+    @_builtins.property
+    def report(self) -> Global___PackingReport:
+        """What packing the version made of it."""
+
+    def __init__(
+        self,
+        *,
+        adapter: Global___Adapter | None = ...,
+        revision: _builtins.int = ...,
+        changed: _builtins.bool = ...,
+        report: Global___PackingReport | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "report", b"report"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "changed", b"changed", "report", b"report", "revision", b"revision"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateAdapterResponse: _TypeAlias = UpdateAdapterResponse  # noqa: Y015
 
 @_typing.final
 class DeleteAdapterRequest(_message.Message):

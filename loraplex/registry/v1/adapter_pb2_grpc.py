@@ -55,6 +55,11 @@ class AdapterServiceStub:
                 request_serializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.ListAdaptersRequest.SerializeToString,
                 response_deserializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.ListAdaptersResponse.FromString,
                 _registered_method=True)
+        self.UpdateAdapter = channel.unary_unary(
+                '/loraplex.registry.v1.AdapterService/UpdateAdapter',
+                request_serializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.UpdateAdapterRequest.SerializeToString,
+                response_deserializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.UpdateAdapterResponse.FromString,
+                _registered_method=True)
         self.DeleteAdapter = channel.unary_unary(
                 '/loraplex.registry.v1.AdapterService/DeleteAdapter',
                 request_serializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.DeleteAdapterRequest.SerializeToString,
@@ -101,6 +106,14 @@ class AdapterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UpdateAdapter(self, request, context):
+        """Packs the current version of an adapter in another format: a new artifact of the same version, cut over at once.
+        Requests in flight finish on the old artifact, which stays for downloads that are on their way to it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteAdapter(self, request, context):
         """Deletes an adapter with its versions.
         """
@@ -139,6 +152,11 @@ def add_AdapterServiceServicer_to_server(servicer, server):
                     servicer.ListAdapters,
                     request_deserializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.ListAdaptersRequest.FromString,
                     response_serializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.ListAdaptersResponse.SerializeToString,
+            ),
+            'UpdateAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateAdapter,
+                    request_deserializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.UpdateAdapterRequest.FromString,
+                    response_serializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.UpdateAdapterResponse.SerializeToString,
             ),
             'DeleteAdapter': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteAdapter,
@@ -260,6 +278,33 @@ class AdapterService:
             '/loraplex.registry.v1.AdapterService/ListAdapters',
             loraplex_dot_registry_dot_v1_dot_adapter__pb2.ListAdaptersRequest.SerializeToString,
             loraplex_dot_registry_dot_v1_dot_adapter__pb2.ListAdaptersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/loraplex.registry.v1.AdapterService/UpdateAdapter',
+            loraplex_dot_registry_dot_v1_dot_adapter__pb2.UpdateAdapterRequest.SerializeToString,
+            loraplex_dot_registry_dot_v1_dot_adapter__pb2.UpdateAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

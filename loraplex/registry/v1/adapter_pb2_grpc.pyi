@@ -44,6 +44,10 @@ class AdapterServiceStub:
     """Tells one adapter with all its versions."""
     ListAdapters: _grpc.UnaryUnaryMultiCallable[_adapter_pb2.ListAdaptersRequest, _adapter_pb2.ListAdaptersResponse]
     """Lists adapters by name."""
+    UpdateAdapter: _grpc.UnaryUnaryMultiCallable[_adapter_pb2.UpdateAdapterRequest, _adapter_pb2.UpdateAdapterResponse]
+    """Packs the current version of an adapter in another format: a new artifact of the same version, cut over at once.
+    Requests in flight finish on the old artifact, which stays for downloads that are on their way to it.
+    """
     DeleteAdapter: _grpc.UnaryUnaryMultiCallable[_adapter_pb2.DeleteAdapterRequest, _adapter_pb2.DeleteAdapterResponse]
     """Deletes an adapter with its versions."""
     Watch: _grpc.UnaryStreamMultiCallable[_adapter_pb2.WatchRequest, _adapter_pb2.WatchResponse]
@@ -68,6 +72,10 @@ class AdapterServiceAsyncStub(AdapterServiceStub):
     """Tells one adapter with all its versions."""
     ListAdapters: _aio.UnaryUnaryMultiCallable[_adapter_pb2.ListAdaptersRequest, _adapter_pb2.ListAdaptersResponse]  # type: ignore[assignment]
     """Lists adapters by name."""
+    UpdateAdapter: _aio.UnaryUnaryMultiCallable[_adapter_pb2.UpdateAdapterRequest, _adapter_pb2.UpdateAdapterResponse]  # type: ignore[assignment]
+    """Packs the current version of an adapter in another format: a new artifact of the same version, cut over at once.
+    Requests in flight finish on the old artifact, which stays for downloads that are on their way to it.
+    """
     DeleteAdapter: _aio.UnaryUnaryMultiCallable[_adapter_pb2.DeleteAdapterRequest, _adapter_pb2.DeleteAdapterResponse]  # type: ignore[assignment]
     """Deletes an adapter with its versions."""
     Watch: _aio.UnaryStreamMultiCallable[_adapter_pb2.WatchRequest, _adapter_pb2.WatchResponse]  # type: ignore[assignment]
@@ -113,6 +121,16 @@ class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_adapter_pb2.ListAdaptersResponse, _abc.Awaitable[_adapter_pb2.ListAdaptersResponse]]:
         """Lists adapters by name."""
+
+    @_abc_1.abstractmethod
+    def UpdateAdapter(
+        self,
+        request: _adapter_pb2.UpdateAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_adapter_pb2.UpdateAdapterResponse, _abc.Awaitable[_adapter_pb2.UpdateAdapterResponse]]:
+        """Packs the current version of an adapter in another format: a new artifact of the same version, cut over at once.
+        Requests in flight finish on the old artifact, which stays for downloads that are on their way to it.
+        """
 
     @_abc_1.abstractmethod
     def DeleteAdapter(

@@ -71,7 +71,7 @@ class ResolvedAdapter(_message.Message):
     rank: _builtins.int
     """Largest rank of any module."""
     format: _builtins.str
-    """Storage format of the artifact: none."""
+    """Storage format of the artifact: none, int8 or int4."""
     artifact_bytes: _builtins.int
     """Size of the artifact in bytes."""
     def __init__(

@@ -43,6 +43,9 @@ class Adapters(adapter_pb2_grpc.AdapterServiceServicer):
     def ListAdapters(self, request: Any, context: Any) -> Any:
         raise NotImplementedError
 
+    def UpdateAdapter(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
     def DeleteAdapter(self, request: Any, context: Any) -> Any:
         raise NotImplementedError
 

@@ -28,6 +28,8 @@ from loraplex.types.v1 import generation_pb2
 from tests.tiny_adapters import write_adapter
 from tests.tiny_base import write_tiny_base
 
+FORMAT_NAMES = ("none", "none", "int8", "int4")  # by AdapterFormat; the registry's default is none here
+
 
 @dataclass
 class FakeCluster(
@@ -109,10 +111,11 @@ class FakeCluster(
         files: dict[str, bytearray] = {}
         announced: dict[str, adapter_pb2.FileHeader] = {}
         name = base_id = current = ""
+        form = 0
         async for request in request_iterator:
             part = request.WhichOneof("part")
             if part == "header":
-                name, base_id = request.header.name, request.header.base_id
+                name, base_id, form = request.header.name, request.header.base_id, int(request.header.format)
             elif part == "file_header":
                 current = request.file_header.name
                 files[current], announced[current] = bytearray(), request.file_header
@@ -124,15 +127,40 @@ class FakeCluster(
             assert announced[file].sha256 == hashlib.sha256(data).hexdigest()
         self.uploads[name] = {file: bytes(data) for file, data in files.items()}
         digest = hashlib.sha256(files["adapter_model.safetensors"]).hexdigest()
+        form_name = FORMAT_NAMES[form]
         changed = name not in self.adapters or self.adapters[name].current.artifact_digest != digest
         self.revision += changed
         version = adapter_pb2.AdapterVersion(
-            version_digest=digest, artifact_digest=digest, rank=4, num_modules=14, num_base_modules=14, format="none"
+            version_digest=digest, artifact_digest=digest, rank=4, num_modules=14, num_base_modules=14, format=form_name
         )
         self.adapters[name] = adapter_pb2.Adapter(
             name=name, base_id=base_id or "tiny", current=version, versions=[version]
         )
-        return adapter_pb2.UploadArtifactResponse(adapter=self.adapters[name], revision=self.revision, changed=changed)
+        return adapter_pb2.UploadArtifactResponse(
+            adapter=self.adapters[name], revision=self.revision, changed=changed, report=self._report(name)
+        )
+
+    async def UpdateAdapter(self, request, context) -> adapter_pb2.UpdateAdapterResponse:
+        if request.name not in self.adapters:
+            raise AdapterNotFound(f"there is no adapter {request.name}")
+        adapter = self.adapters[request.name]
+        changed = adapter.current.format != FORMAT_NAMES[request.format]
+        self.revision += changed
+        for version in (adapter.current, adapter.versions[0]):
+            version.format = FORMAT_NAMES[request.format]
+        return adapter_pb2.UpdateAdapterResponse(
+            adapter=adapter, revision=self.revision, changed=changed, report=self._report(request.name)
+        )
+
+    def _report(self, name: str) -> adapter_pb2.PackingReport:
+        version = self.adapters[name].current
+        return adapter_pb2.PackingReport(
+            version_digest=version.version_digest,
+            format=version.format,
+            sizes=[adapter_pb2.FormatSize(format=form, size_bytes=2048) for form in ("none", "int8", "int4")],
+            mean_error=0.0123,
+            modules=[adapter_pb2.ModuleError(module=f"layers.{n}.mlp.up_proj", relative_error=0.5) for n in range(5)],
+        )
 
     async def DownloadArtifact(self, request, context):
         if request is not None:
@@ -147,7 +175,7 @@ class FakeCluster(
     async def GetAdapter(self, request, context) -> adapter_pb2.GetAdapterResponse:
         if request.name not in self.adapters:
             raise AdapterNotFound(f"there is no adapter {request.name}")
-        return adapter_pb2.GetAdapterResponse(adapter=self.adapters[request.name])
+        return adapter_pb2.GetAdapterResponse(adapter=self.adapters[request.name], reports=[self._report(request.name)])
 
     async def ListAdapters(self, request, context) -> adapter_pb2.ListAdaptersResponse:
         page, token = self._page(list(self.adapters.values()), request.page_token)

@@ -10,6 +10,7 @@ from loraplex.errors import (
     AlreadyExists,
     DeadlineExceeded,
     InvalidAdapter,
+    InvalidParameter,
     LoraplexError,
     ModelNotFound,
     RegistryUnavailable,
@@ -77,6 +78,25 @@ def test_an_adapter_is_uploaded_byte_by_byte(client, fake_cluster, tiny_adapter)
         assert fake_cluster.uploads["sql"][name] == (tiny_adapter / name).read_bytes()
     assert sum(sent) == sum(len(data) for data in fake_cluster.uploads["sql"].values())
     assert client.add_adapter("sql", tiny_adapter).changed is False
+
+
+def test_a_format_is_asked_for_and_changed(client, fake_cluster, tiny_adapter):
+    done = client.add_adapter("sql", tiny_adapter, quantization="int4")
+    assert done.adapter.current.format == "int4"
+    assert done.report == client.get_adapter("sql").reports[0]
+    assert (done.report.format, done.report.mean_error, done.report.sizes["int8"]) == ("int4", 0.0123, 2048)
+    assert done.report.errors[0] == ("layers.0.mlp.up_proj", 0.5)
+    changed = client.repack_adapter("sql", "none")
+    assert (changed.changed, changed.revision, changed.adapter.current.format) == (True, 2, "none")
+    assert client.repack_adapter("sql", "none").changed is False
+    list(client.list_models())
+    assert fake_cluster.metadata[-1]["x-loraplex-min-revision"] == "2"
+
+
+def test_an_unknown_format_is_refused_before_anything_is_sent(client, fake_cluster, tiny_adapter):
+    with pytest.raises(InvalidParameter, match="int8, int4, none"):
+        client.add_adapter("sql", tiny_adapter, quantization="fp8")
+    assert fake_cluster.uploads == {}
 
 
 def test_nothing_is_sent_for_a_folder_that_is_no_adapter(client, fake_cluster, tmp_path):

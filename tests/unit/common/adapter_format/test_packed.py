@@ -150,6 +150,88 @@ def test_a_file_that_contradicts_itself_is_refused(tmp_path, header, tensors):
         open_packed(packed_bytes(tmp_path / "bad", header, tensors))
 
 
+NAME = "layers.0.mlp.up_proj"
+MIXED = {**GOOD, "format": "int4", "modules": {NAME: {"rank": 3}}}
+PARTS: dict[str, tuple[str, np.ndarray]] = {
+    f"{NAME}.A.q8": ("I8", np.ones((1, 80), np.int8)),
+    f"{NAME}.B.q8": ("I8", np.ones((1, 32), np.int8)),
+    f"{NAME}.scale.q8": ("F32", np.ones(1, np.float32)),
+    f"{NAME}.A.q4": ("U8", np.ones((2, 40), np.uint8)),
+    f"{NAME}.B.q4": ("U8", np.ones((2, 16), np.uint8)),
+    f"{NAME}.A_scale.q4": ("F16", np.ones((2, 2), np.float16)),
+    f"{NAME}.B_scale.q4": ("F32", np.ones((2, 1), np.float32)),
+}
+
+
+def stored(parts: dict[str, tuple[str, np.ndarray]]) -> list[tuple[str, str, np.ndarray]]:
+    return [(name, dtype, array) for name, (dtype, array) in parts.items()]
+
+
+def test_a_module_of_two_parts_is_read_back(tmp_path):
+    (module,) = open_packed(packed_bytes(tmp_path / "good", MIXED, stored(PARTS))).modules
+    first, second = module.parts
+    assert (module.rank, module.in_features, module.out_features, module.a.size, module.b.size) == (3, 80, 32, 0, 0)
+    assert (first.format, first.rank, first.dtype, np.asarray(first.scale).tolist()) == ("int8", 1, "I8", [1.0])
+    assert (second.format, second.rank, second.dtype, second.scale) == ("int4", 2, "U8", 1.0)
+    assert second.a_scale is not None
+    assert second.b_scale is not None
+    assert (second.a_scale.dtype.name, second.b_scale.dtype.name) == ("float16", "float32")
+    assert not second.a.flags.writeable
+
+
+@pytest.mark.parametrize(
+    ("tensor", "stored_as", "array"),
+    [
+        ("A.q8", "U8", np.ones((1, 80), np.uint8)),
+        ("A.q8", "I8", np.ones(80, np.int8)),
+        ("A.q8", "I8", np.ones((1, 81), np.int8)),
+        ("A.q8", "I8", np.ones((0, 80), np.int8)),
+        ("B.q8", "I8", np.ones((2, 32), np.int8)),
+        ("scale.q8", "F16", np.ones(1, np.float16)),
+        ("scale.q8", "F32", np.ones(2, np.float32)),
+        ("scale.q8", "F32", np.array([np.nan], np.float32)),
+        ("scale.q8", "F32", np.array([-1], np.float32)),
+        ("A.q4", "I8", np.ones((2, 40), np.int8)),
+        ("B.q4", "U8", np.ones((2, 15), np.uint8)),
+        ("B.q4", "U8", np.ones((1, 16), np.uint8)),
+        ("A_scale.q4", "F16", np.ones((2, 1), np.float16)),
+        ("A_scale.q4", "BF16", np.ones((2, 2), np.uint16)),
+        ("B_scale.q4", "F32", np.full((2, 1), np.inf, np.float32)),
+        ("B_scale.q4", None, None),
+        ("B.q8", None, None),
+    ],
+)
+def test_a_damaged_quantized_tensor_is_named(tmp_path, tensor, stored_as, array):
+    parts = {**PARTS, f"{NAME}.{tensor}": (stored_as, array)}
+    if array is None:
+        del parts[f"{NAME}.{tensor}"]
+    with pytest.raises(CorruptArtifact, match=tensor) as caught:
+        open_packed(packed_bytes(tmp_path / "bad", MIXED, stored(parts)))
+    assert caught.value.metadata["tensor"] == f"{NAME}.{tensor}"
+
+
+@pytest.mark.parametrize(
+    ("header", "names"),
+    [
+        ({**MIXED, "format": "int8"}, PARTS),  # int4 tensors that no int8 module has
+        ({**MIXED, "format": "none"}, PARTS),
+        ({**MIXED, "packer": 2}, PARTS),
+        ({**MIXED, "modules": {NAME: {"rank": 2}}}, PARTS),
+        (MIXED, [name for name in PARTS if ".q8" in name]),
+        (MIXED, []),
+    ],
+)
+def test_parts_that_do_not_make_the_module_are_refused(tmp_path, header, names):
+    with pytest.raises(CorruptArtifact):
+        open_packed(packed_bytes(tmp_path / "bad", header, stored({name: PARTS[name] for name in names})))
+
+
+def test_parts_of_different_widths_are_refused(tmp_path):
+    parts = {**PARTS, f"{NAME}.A.q4": ("U8", np.ones((2, 48), np.uint8))}
+    with pytest.raises(CorruptArtifact, match="one shape"):
+        open_packed(packed_bytes(tmp_path / "bad", MIXED, stored(parts)))
+
+
 def test_a_safetensors_file_that_is_no_packed_adapter_is_refused(tmp_path, base_folder):
     folder = write_adapter(tmp_path / "a", base_folder)
     with pytest.raises(CorruptArtifact, match="not a packed adapter"):

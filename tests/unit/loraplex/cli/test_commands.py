@@ -179,6 +179,23 @@ def test_adapters_from_add_to_rm(run, fake_cluster, tiny_adapter):
     assert "no adapter sql" in run("adapter", "show", "sql").err
 
 
+def test_a_format_is_chosen_shown_and_changed(run, tiny_adapter):
+    added = run("adapter", "add", "sql", tiny_adapter, "--quantization", "int8")
+    assert "format int8" in added.out
+    assert "1.23% mean over the modules; worst layers.0.mlp.up_proj 50.00%, layers.1.mlp.up_proj" in added.out
+    assert "layers.3" not in added.out
+    assert "sizes    none 2.0 kB, int8 2.0 kB, int4 2.0 kB" in added.out
+    assert "int8" in run("adapter", "list").out
+    report = run("adapter", "show", "sql", "--json").json()["reports"][0]
+    assert (report["format"], len(report["errors"]), report["mean_error"]) == ("int8", 5, 0.0123)
+    assert "sql is packed as int4\n" in run("adapter", "repack", "sql", "--quantization", "int4").out
+    again = run("adapter", "repack", "sql", "--quantization", "int4", "--json").json()
+    assert (again["changed"], again["adapter"]["current"]["format"], again["router_knows"]) == (False, "int4", True)
+    assert run("adapter", "repack", "sql").code == 2
+    assert run("adapter", "repack", "sql", "--quantization", "int5").code == 2
+    assert "no adapter nobody" in run("adapter", "repack", "nobody", "--quantization", "int8").err
+
+
 def test_add_waits_until_the_router_knows(run, fake_cluster, tiny_adapter):
     fake_cluster.catalog_lag = 3
     assert run("adapter", "add", "sql", tiny_adapter, "--json").json()["router_knows"] is True
@@ -269,7 +286,7 @@ def test_an_interrupt_exits_130_and_cancels_the_request(run, fake_cluster, monke
 
 @pytest.mark.parametrize(
     "command", ["up", "demo", "generate", "chat", "models", "version", "adapter add", "adapter list", "adapter show",
-                "adapter rm", "base add", "base list", "worker list"],
+                "adapter repack", "adapter rm", "base add", "base list", "worker list"],
 )  # fmt: skip
 def test_every_command_has_help_and_json(run, command):
     ran = run(*command.split(), "--help")
