@@ -25,7 +25,7 @@ from registry.reports import PackingReport
 
 log = structlog.get_logger(__name__)
 
-DEFAULT_QUANTIZATION: Final[Literal["none", "int8", "int4"]] = "none"
+DEFAULT_QUANTIZATION: Final[Literal["none", "int8", "int4"]] = "int8"
 """Format of adapters for which none is asked, unless the registry is told another."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from common.adapter_format.packed import FORMAT_NONE
+from common.adapter_format.parts import FORMATS
 from common.tenancy import DEFAULT_TENANT
 from loraplex.digests import is_digest
 from loraplex.errors import BaseMismatch, EmptyPrompt, InvalidParameter, InvalidRequest, UnsupportedAdapter
@@ -15,7 +15,6 @@ from worker.text.chat import Message
 
 ROLES: Final = ("system", "user", "assistant")
 MAX_ID_CHARS: Final = 128
-FORMATS: Final = (FORMAT_NONE,)
 
 
 @dataclass(frozen=True, slots=True)

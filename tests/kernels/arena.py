@@ -15,6 +15,7 @@ from worker.model.batch import build_step
 
 NUM_CHUNKS = 40
 NUM_LAYERS = 2
+INT4 = {Format.INT4: np.float16, Format.INT4_WIDE: np.float32}
 BYTES = {Format.FLOAT32: "<f4", Format.BFLOAT16: "<u2", Format.FLOAT16: "<f2", Format.INT8: "<i1"}
 
 
@@ -48,7 +49,7 @@ def batch_of(lengths: Sequence[tuple[int, int]], adapters: dict[int, PlacedAdapt
 def random_factor(rank: int, width: int, kind: Format, seed: int) -> np.ndarray:
     """Rank rows as they are stored."""
     generator = np.random.default_rng(seed)
-    if kind == Format.INT4:
+    if kind in INT4:
         return generator.integers(0, 256, (rank, width // 2), dtype=np.uint8)
     if kind == Format.INT8:
         return generator.integers(-127, 128, (rank, width), dtype=np.int8)
@@ -58,12 +59,12 @@ def random_factor(rank: int, width: int, kind: Format, seed: int) -> np.ndarray:
     return values.astype(BYTES[kind])
 
 
-def random_scales(rank: int, width: int, kind: Format, seed: int) -> tuple[np.ndarray, np.ndarray | None]:
+def random_scales(rank: int, width: int, kind: Format, seed: int) -> np.ndarray:
     generator = np.random.default_rng(seed)
-    if kind != Format.INT4:
-        return generator.uniform(0.001, 0.01, rank).astype(np.float32), None
+    if kind not in INT4:
+        return generator.uniform(0.001, 0.01, rank).astype(np.float32)
     groups = -(-width // INT4_GROUP)
-    return generator.uniform(0.01, 0.1, (rank, groups)).astype(np.float32), None
+    return generator.uniform(0.01, 0.1, (rank, groups)).astype(INT4[kind])
 
 
 def add_adapter(
@@ -74,8 +75,8 @@ def add_adapter(
     for number, (rank, out, outer, kind) in enumerate(modules):
         for first in range(0, rank, 16):
             ranks, at = min(16, rank - first), seed + 100 * number + first
-            scale, _ = random_scales(ranks, inner, kind, at)
-            b_scale = random_scales(ranks, outer, kind, at + 1)[0] if kind == Format.INT4 else None
+            scale = random_scales(ranks, inner, kind, at)
+            b_scale = random_scales(ranks, outer, kind, at + 1) if kind in INT4 else None
             a, b = random_factor(ranks, inner, kind, at + 2), random_factor(ranks, outer, kind, at + 3)
             tiles.append(Tile(len(Site) + Site.QKV, kind, out, inner, outer, a, b, scale, b_scale))
     placed, copies = place_tiles(

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from common.adapter_format.packed import PackedAdapter, PackedModule, open_packed
+from common.adapter_format.parts import FORMAT_NONE, PackedPart
 from loraplex.errors import BaseMismatch, CorruptArtifact
 from worker.kernels.layout import Arena, Site
 from worker.kernels.tiles import Format, PlacedAdapter, Tile, max_tile_ranks, place_tiles
@@ -120,10 +121,10 @@ class DeviceAdapters:
             raise CorruptArtifact(
                 f"{path.name}: the base has no linear {module.name}", file=path.name, tensor=module.name
             )
-        if module.a.shape != (module.rank, shape[0]) or module.b.shape != (shape[1], module.rank):
+        sizes = {(part.in_features, part.out_features) for part in module.parts}
+        if sizes != {shape}:
             raise CorruptArtifact(
-                f"{path.name}: {module.name} has A {list(module.a.shape)} and B {list(module.b.shape)}; rank "
-                f"{module.rank} on this base asks for {[module.rank, shape[0]]} and {[shape[1], module.rank]}",
+                f"{path.name}: {module.name} maps {sorted(sizes)} (inputs, outputs); on this base it is {shape}",
                 file=path.name,
                 tensor=module.name,
             )
@@ -136,14 +137,29 @@ class DeviceAdapters:
         names = SITE_MODULES[site]
         out = sum(self._base.module_shapes[before][1] for before in names[: names.index(name)])
         inner, outer = self._base.module_shapes[name]
-        kind = _FORMATS[module.dtype]
-        b = np.ascontiguousarray(module.b.T)
-        ranks = max_tile_ranks(max(inner, outer) * b.itemsize, self._arena.chunk_bytes)
-        scale = np.full(module.rank, module.scale, dtype=np.float32)
-        return [
-            Tile(layer * len(Site) + site, kind, out, inner, outer, module.a[rows], b[rows], scale[rows])
-            for rows in (slice(first, first + ranks) for first in range(0, module.rank, ranks))
-        ]
+        cut: list[Tile] = []
+        for part in module.parts:
+            kind, a, b, scale, b_scale = _rows_of(part)
+            ranks = max_tile_ranks(max(a[:1].nbytes, b[:1].nbytes), self._arena.chunk_bytes)
+            for rows in (slice(first, first + ranks) for first in range(0, part.rank, ranks)):
+                b_scale_rows = None if b_scale is None else b_scale[rows]
+                place = layer * len(Site) + site
+                cut.append(Tile(place, kind, out, inner, outer, a[rows], b[rows], scale[rows], b_scale_rows))
+        return cut
+
+
+def _rows_of(
+    part: PackedPart,
+) -> tuple[Format, NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any] | None]:
+    """Return a part's format, A and Bᵀ with rank rows first, and their scales as tiles carry them."""
+    if part.format == FORMAT_NONE:
+        scale = np.full(part.rank, part.scale, dtype=np.float32)
+        return _FORMATS[part.dtype], part.a, np.ascontiguousarray(part.b.T), scale, None
+    if part.a_scale is None or part.b_scale is None:
+        return Format.INT8, part.a, part.b, np.asarray(part.scale, np.float32), None
+    if part.a_scale.dtype == part.b_scale.dtype == np.float16:
+        return Format.INT4, part.a, part.b, part.a_scale, part.b_scale
+    return Format.INT4_WIDE, part.a, part.b, part.a_scale.astype(np.float32), part.b_scale.astype(np.float32)
 
 
 _FORMATS: Final = {"F32": Format.FLOAT32, "BF16": Format.BFLOAT16, "F16": Format.FLOAT16}

@@ -37,7 +37,10 @@ class Format(IntEnum):
     FLOAT16 = 2
     INT8 = 3
     INT4 = 4
-    """Two to a byte, value + 8: byte j of a group of L values holds value j low and value L/2 + j high."""
+    """Two to a byte, value + 8: byte j of a group of L values holds value j low and value L/2 + j high. A group's scale
+    is float16."""
+    INT4_WIDE = 5
+    """INT4 with float32 scales, for values that float16 does not hold."""
 
 
 class Field(IntEnum):
@@ -56,7 +59,7 @@ class Field(IntEnum):
     B = 6
     """Bᵀ [ranks, N]."""
     SCALE = 7
-    """[ranks] float32 by which h is multiplied; for INT4 A's scales [ranks, groups of K]."""
+    """[ranks] float32 by which h is multiplied; of INT4 A's scales [ranks, groups of K]."""
     B_SCALE = 8
     """INT4: Bᵀ's scales [ranks, groups of N]; otherwise 0."""
 
@@ -76,8 +79,9 @@ class Tile:
     """N."""
     a: NDArray[Any]
     b: NDArray[Any]
-    scale: NDArray[np.float32]
-    b_scale: NDArray[np.float32] | None = None
+    scale: NDArray[Any]
+    """[ranks] float32; of INT4 [ranks, groups of K], `b_scale` then [ranks, groups of N]."""
+    b_scale: NDArray[Any] | None = None
 
     def pieces(self) -> tuple[NDArray[Any], ...]:
         """Return what gets a place of its own, in the order of the fields from Field.A on."""
@@ -148,7 +152,7 @@ def place_tiles(
     return adapter, copies
 
 
-def read_tile(memory: Tensor, record: Sequence[int]) -> tuple[Tensor, Tensor]:
+def read_tile(memory: Tensor, record: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
     """Return a tile's A [ranks, K] and Bᵀ [ranks, N] as float32 with all scales folded in: ΔW = B A."""
     kind, ranks = Format(int(record[Field.FORMAT])), int(record[Field.RANKS])
     inner, outer = int(record[Field.INNER]), int(record[Field.OUTER])
@@ -157,10 +161,10 @@ def read_tile(memory: Tensor, record: Sequence[int]) -> tuple[Tensor, Tensor]:
         at = int(record[field])
         return memory[at : at + ranks * width * dtype.itemsize].view(dtype).view(ranks, width)
 
-    if kind == Format.INT4:
+    if kind in _SCALES:
         a, b = (_nibbles(read(f, width // 2, torch.uint8)) for f, width in ((Field.A, inner), (Field.B, outer)))
         scales = (
-            read(f, -(-width // INT4_GROUP), torch.float32)
+            read(f, -(-width // INT4_GROUP), _SCALES[kind]).float()
             for f, width in ((Field.SCALE, inner), (Field.B_SCALE, outer))
         )
         a_scale, b_scale = (scale.repeat_interleave(INT4_GROUP, dim=1) for scale in scales)
@@ -176,6 +180,7 @@ def _nibbles(packed: Tensor) -> Tensor:
     return torch.cat([half for group in groups for half in (group & 15, group >> 4)], dim=1).float() - 8
 
 
+_SCALES: Final = {Format.INT4: torch.float16, Format.INT4_WIDE: torch.float32}
 _STORED: Final = {
     Format.FLOAT32: torch.float32,
     Format.BFLOAT16: torch.bfloat16,

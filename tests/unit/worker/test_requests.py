@@ -45,7 +45,7 @@ def test_each_kind_of_input_is_taken():
         ({"base_digest": "1" * 64}, BaseMismatch, "base_digest"),
         ({"adapter": ResolvedAdapter()}, InvalidRequest, "adapter.version_digest"),
         ({"adapter": ResolvedAdapter(**{**ADAPTER, **TRICK})}, InvalidRequest, "adapter.artifact_digest"),
-        ({"adapter": ResolvedAdapter(**{**ADAPTER, "format": "int8"})}, UnsupportedAdapter, "adapter.format"),
+        ({"adapter": ResolvedAdapter(**{**ADAPTER, "format": "int2"})}, UnsupportedAdapter, "adapter.format"),
         ({"prompt": ""}, EmptyPrompt, "prompt"),
         ({"prompt": None}, EmptyPrompt, "prompt"),
         ({"prompt": None, "chat": ChatInput()}, EmptyPrompt, "messages"),

@@ -16,7 +16,7 @@ from worker.kernels.tiles import INT4_GROUP, TILE_RANKS, Field, Format
 
 # Compiled code knows plain numbers only.
 _FORMAT, _RANKS, _INNER, _OUTER, _OUT, _A, _B, _SCALE, _B_SCALE = (int(field) for field in Field)
-_FLOAT32, _BFLOAT16, _FLOAT16, _INT8 = (int(f) for f in (Format.FLOAT32, Format.BFLOAT16, Format.FLOAT16, Format.INT8))
+_FLOAT32, _BFLOAT16, _FLOAT16, _INT8, _INT4, _ = (int(kind) for kind in Format)
 
 
 @njit(**COMPILED)
@@ -76,7 +76,7 @@ def _shrink4(x: Any, a: Any, scales: Any, h: Any) -> None:
             for k in range(half):
                 s += low[k] * np.float32(np.int32(packed[k] & np.uint8(15)) - np.int32(8))
                 s += high[k] * np.float32(np.int32(packed[k] >> np.uint8(4)) - np.int32(8))
-            total += s * scales[j, g]
+            total += s * widen(scales[j, g])
         h[j] = total
 
 
@@ -89,10 +89,26 @@ def _expand4(h: Any, b: Any, scales: Any, y: Any) -> None:
             half = min(INT4_GROUP, len(y) - first) // 2
             packed = b[j, first // 2 : first // 2 + half]
             low, high = y[first : first + half], y[first + half : first + 2 * half]
-            factor = h[j] * scales[j, g]
+            factor = h[j] * widen(scales[j, g])
             for n in range(half):
                 low[n] += factor * np.float32(np.int32(packed[n] & np.uint8(15)) - np.int32(8))
                 high[n] += factor * np.float32(np.int32(packed[n] >> np.uint8(4)) - np.int32(8))
+
+
+@njit(**COMPILED)
+def _tile4(x: Any, arena: Any, record: Any, h: Any, out: Any) -> None:
+    ranks, inner, outer = record[_RANKS], record[_INNER], record[_OUTER]
+    a = arena[record[_A] : record[_A] + ranks * inner // 2].reshape((ranks, inner // 2))
+    b = arena[record[_B] : record[_B] + ranks * outer // 2].reshape((ranks, outer // 2))
+    inner_groups, outer_groups = (inner + INT4_GROUP - 1) // INT4_GROUP, (outer + INT4_GROUP - 1) // INT4_GROUP
+    scale, b_scale = record[_SCALE], record[_B_SCALE]
+    a_scales, b_scales = ranks * inner_groups, ranks * outer_groups
+    if record[_FORMAT] == _INT4:
+        _shrink4(x, a, arena[scale : scale + 2 * a_scales].view(np.int16).reshape((ranks, inner_groups)), h)
+        _expand4(h, b, arena[b_scale : b_scale + 2 * b_scales].view(np.int16).reshape((ranks, outer_groups)), out)
+    else:
+        _shrink4(x, a, arena[scale : scale + 4 * a_scales].view(np.float32).reshape((ranks, inner_groups)), h)
+        _expand4(h, b, arena[b_scale : b_scale + 4 * b_scales].view(np.float32).reshape((ranks, outer_groups)), out)
 
 
 @njit(**COMPILED)
@@ -109,13 +125,7 @@ def _tile(x: Any, arena: Any, record: Any, h: Any, y: Any) -> None:
     elif kind == _INT8:
         _shrink(x, arena[a : a + ranks * inner].view(np.int8).reshape((ranks, inner)), h)
     else:
-        groups = (inner + INT4_GROUP - 1) // INT4_GROUP
-        scales = arena[scale : scale + 4 * ranks * groups].view(np.float32).reshape((ranks, groups))
-        _shrink4(x, arena[a : a + ranks * inner // 2].reshape((ranks, inner // 2)), scales, h)
-        groups = (outer + INT4_GROUP - 1) // INT4_GROUP
-        scale = record[_B_SCALE]
-        scales = arena[scale : scale + 4 * ranks * groups].view(np.float32).reshape((ranks, groups))
-        _expand4(h, arena[b : b + ranks * outer // 2].reshape((ranks, outer // 2)), scales, out)
+        _tile4(x, arena, record, h, out)
         return
     factors = arena[scale : scale + 4 * ranks].view(np.float32)
     for j in range(ranks):

@@ -10,33 +10,34 @@ import torch
 from numpy.typing import NDArray
 
 from common.adapter_format.packed import PackedAdapter, PackedModule, open_packed, pack
+from common.adapter_format.parts import dequantize
+from common.adapter_format.quantize import quantize
 from loraplex.errors import CorruptArtifact, ResourceExhausted
 from tests.unit.worker.model.tiny import BASE_DIGEST, random_adapter
 from worker.adapters.device import BaseShape, DeviceAdapters
 from worker.kernels.layout import Arena, AttentionShape, Site
 from worker.kernels.tiles import Field, PlacedAdapter, read_tile, usable_chunk_bytes
-from worker.model.config import parse_config
+from worker.model.config import ModelConfig, parse_config
 
-CONFIG = parse_config(
-    {
-        "model_type": "llama",
-        "vocab_size": 32,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-    }
-)
+RAW_CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+CONFIG = parse_config(RAW_CONFIG)
 
 
 CHUNKS = tuple(range(60, 0, -1))  # neither neighbours nor in order
 
 
-def slots() -> DeviceAdapters:
-    base = BaseShape(BASE_DIGEST, CONFIG.num_layers, CONFIG.module_shapes())
-    shape = AttentionShape(CONFIG.num_layers, CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim)
+def slots(config: ModelConfig = CONFIG) -> DeviceAdapters:
+    base = BaseShape(BASE_DIGEST, config.num_layers, config.module_shapes())
+    shape = AttentionShape(config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim)
     arena = Arena(shape, num_chunks=70, dtype=torch.float32, device=torch.device("cpu"))
     arena.memory.fill_(0xFF)
     return DeviceAdapters(base, arena, num_slots=2)
@@ -80,6 +81,26 @@ def test_stored_numbers_arrive_as_they_are(stored: str, tmp_path: Path) -> None:
     assert len(tiles) > 2
     torch.testing.assert_close(torch.cat([tile[0] for tile in tiles]), a * module.scale, rtol=1e-6, atol=0)
     assert torch.equal(torch.cat([tile[1] for tile in tiles]), b.T)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantized_parts_arrive_as_they_are(quantization: str, tmp_path: Path) -> None:
+    config = parse_config({**RAW_CONFIG, "hidden_size": 80, "intermediate_size": 144, "head_dim": 16})
+    file = random_adapter(config, tmp_path / "a", ranks={"mlp.up_proj": 20}, seed=5)
+    quantized = tmp_path / "q"
+    pack(quantize(open_packed(file), quantization).adapter, quantized)
+    adapters = slots(config)
+    adapters.load(0, quantized, CHUNKS)
+    for layer in range(3):
+        module = open_packed(quantized).modules[layer]
+        factors = [dequantize(part) for part in module.parts]
+        expected = sum(b.astype(np.float64) @ a for a, b in factors)
+        tiles = [read_tile(adapters._arena.memory, record) for record in records(adapters, 0, layer, Site.GATE_UP)]
+        got = sum(b.T.double() @ a.double() for a, b in tiles)
+        torch.testing.assert_close(got, torch.from_numpy(expected), rtol=1e-5, atol=1e-6)
+    if quantization == "int8":
+        placed = adapters.get(0)
+        assert placed.device_bytes <= 1.03 * quantized.stat().st_size
 
 
 def _floats(array: NDArray[np.generic], stored: str) -> torch.Tensor:
