@@ -75,7 +75,7 @@ def check_refusals(cluster: Cluster) -> None:
     for secrets, refusal in ({}, Unauthenticated), ({"api_key": key}, PermissionDenied):
         with cluster.client(**secrets) as client:
             try:
-                client.list_workers()
+                list(client.list_workers())
             except refusal:
                 continue
             raise Failed("the workers were told to somebody without the cluster token")
