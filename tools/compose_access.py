@@ -72,7 +72,7 @@ def check_refusals(cluster: Cluster) -> None:
     statuses = [status_of(cluster, secret) for secret in (None, wrong, token, key)]
     if statuses != [401, 401, 401, 200]:
         raise Failed(f"no key, a wrong one, the cluster token and the key were answered with {statuses}")
-    for secrets, refusal in ({}, Unauthenticated), ({"api_key": key}, PermissionDenied):
+    for secrets, refusal in ({}, Unauthenticated), ({"cluster_token": key}, PermissionDenied):
         with cluster.client(**secrets) as client:
             try:
                 list(client.list_workers())
