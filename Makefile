@@ -12,7 +12,7 @@ TORCH := $(shell grep -E '^torch==' constraints.txt)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := loraplex common registry router worker tools docker bench examples tests
 
-.PHONY: help setup demo up test compose-test lint format proto docs bench clean
+.PHONY: help setup demo up test compose-env compose-test lint format proto docs bench clean
 
 help: ## Show this help.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 14
@@ -46,8 +46,11 @@ up: $(VENV)/.runtime ## Run a local cluster with the example adapters until Ctrl
 test: $(VENV)/.dev ## Install and run every test.
 	@$(BIN)/python -m pytest
 
+compose-env: ## Put a fresh cluster token and API key for docker compose into .env, for you only; keeps what is there.
+	@$(PYTHON) docker/compose_env.py
+
 compose-test: $(VENV)/.runtime ## Build the images, run the compose cluster, kill and scale it, where a Docker engine can be had.
-	@$(BIN)/python -m tools.compose_test
+	@$(BIN)/python -m tools.compose_test $(COMPOSE_TEST_ARGS)
 
 lint: $(VENV)/.dev ## Check style, types, import rules, dependencies, protos, stubs, docs and deployment files.
 	$(BIN)/ruff check .

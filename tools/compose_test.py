@@ -1,7 +1,8 @@
 """The compose cluster, for real: built from a clean clone, asked the README's request, killed, scaled, taken down.
 
-Run: python -m tools.compose_test [--work DIR]. Ends with 0 and says why where no Docker engine can be had. DIR, when
-given, is kept: an engine started here then finds its images again.
+Run: python -m tools.compose_test. Ends with 0 and says why where no Docker engine can be had. --install has Debian's
+packages of an engine installed where they are missing: for machines made for tests. The folder of --work is kept: an
+engine started here then finds its images again.
 """
 
 from __future__ import annotations
@@ -18,14 +19,20 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 from loraplex.records import Worker
-from tools.compose_cluster import Cluster, Failed, until
-from tools.docker_engine import NoEngine, base_image, postgres_image, running_engine
+from tools.compose_access import check_env, check_insecure, check_refusals
+from tools.compose_cluster import PROJECT, Cluster, Failed, compose_command, until
+from tools.docker_engine import NoEngine, running_engine
+from tools.engine_images import BuildFailed, base_image, postgres_image
+from tools.engine_packages import install, missing_packages
+from tools.engine_probe import probe_containers, probe_packages
 
 TREE: Final = Path(__file__).resolve().parent.parent
 SERVICES: Final = ("registry", "worker", "router")
+PIP_WORKS: Final = ("python3", "-m", "pip", "download", "--quiet", "--no-deps", "--dest", "/tmp", "typer")  # noqa: S108
+"""What every build depends on, tried with one small package."""
 REBUILD_S: Final = 60.0
 """A change of code, all three images; the dependencies alone take minutes."""
 START_S: Final = 300.0
@@ -33,6 +40,8 @@ RETURN_S: Final = 120.0
 """A killed worker: restart, read and load the base model, be seen."""
 SEEN_S: Final = 10.0
 """From a new worker container's start until the router has its status."""
+STOP_S: Final = 30.0
+"""An idle cluster: the router's notice takes five seconds, the worker's one, and they stop one after the other."""
 
 
 def say(text: str) -> None:
@@ -124,7 +133,14 @@ def check_scaling(cluster: Cluster) -> None:
     """Fail unless the router sees a second worker within seconds of its container's start, and both serve."""
     (first,) = cluster.containers("worker")
     scaling = cluster.start_compose("up", "--detach", "--no-build", "--no-recreate", "--scale", "worker=2")
-    running = ("docker", "ps", "-q", "--no-trunc", "--filter", "label=com.docker.compose.service=worker")
+    labels = ("com.docker.compose.service=worker", f"com.docker.compose.project={PROJECT}")
+    running = (
+        "docker",
+        "ps",
+        "-q",
+        "--no-trunc",
+        *(word for label in labels for word in ("--filter", f"label={label}")),
+    )
 
     def second() -> str | None:
         return next((c for c in cluster.run(*running).stdout.split() if c != first), None)
@@ -141,15 +157,33 @@ def check_scaling(cluster: Cluster) -> None:
     check_serving(cluster)
 
 
+def check_stop(cluster: Cluster, *services: str) -> None:
+    """Fail unless every container of an idle cluster ends by itself, well, and long before it would be killed."""
+    started_s = time.monotonic()
+    cluster.compose("stop")
+    took_s = time.monotonic() - started_s
+    ends = {
+        f"{service} {container[:12]}": cluster.inspect(container, "{{.State.ExitCode}}")
+        for service in services
+        for container in cluster.containers(service)
+    }
+    if len(ends) < len(services) or set(ends.values()) != {"0"}:
+        raise Failed(f"exit statuses after compose stop: {ends}")
+    if took_s > STOP_S:
+        raise Failed(f"compose stop took {took_s:.0f} s")
+    say(f"{len(ends)} containers stopped in {took_s:.1f} s, every exit status 0")
+
+
 def check_postgres(cluster: Cluster, image: str) -> None:
     """Fail unless the profile keeps what is registered in PostgreSQL: also over new containers of the whole cluster."""
     cluster.environment["LORAPLEX_POSTGRES_IMAGE"] = image
-    profile = ("--env-file", "docker/postgres.env")
-    cluster.compose(*profile, "up", "--detach", "--no-build")
+    cluster.run("sh", "-c", "cat docker/postgres.env >> .env")
+    cluster.compose("up", "--detach", "--no-build")
     check_setup(cluster)
     check_serving(cluster)
-    cluster.compose(*profile, "down")
-    cluster.compose(*profile, "up", "--detach", "--no-build", "registry", "router", "worker", "postgres")
+    check_stop(cluster, *SERVICES, "postgres")
+    cluster.compose("down")
+    cluster.compose("up", "--detach", "--no-build", "registry", "router", "worker", "postgres")
     count = (
         "psql",
         "--username",
@@ -159,7 +193,7 @@ def check_postgres(cluster: Cluster, image: str) -> None:
         "--command",
         "select count(*) from adapters",
     )
-    rows = cluster.compose(*profile, "exec", "-T", "postgres", *count).strip()
+    rows = cluster.compose("exec", "-T", "postgres", *count).strip()
     check_serving(cluster)
     if rows == "0":
         raise Failed("PostgreSQL has no adapters although they are served")
@@ -186,7 +220,10 @@ def taken_down(cluster: Cluster) -> Iterator[None]:
 def run(work: Path) -> None:
     """Do it all. Raises NoEngine or Failed."""
     with running_engine(work) as environment:
+        compose_command(environment)
+        probe_containers(environment)
         image = base_image(environment, work)
+        probe_packages(environment, image, *PIP_WORKS)
         clone = work / "clone"
         shutil.rmtree(clone, ignore_errors=True)
         subprocess.run(["git", "clone", "--quiet", TREE, clone], check=True)
@@ -196,6 +233,7 @@ def run(work: Path) -> None:
             [sys.executable, "-m", "examples.demo_base"], cwd=TREE, stdout=subprocess.PIPE, text=True, check=True
         )
         cluster = Cluster(clone, environment, image, Path(made.stdout.strip().splitlines()[-1]))
+        check_env(cluster)
         started_s = time.monotonic()
         say(f"building three images from a clean clone on {image}")
         cluster.compose("build")
@@ -208,8 +246,11 @@ def run(work: Path) -> None:
             check_setup(cluster)
             say(f"up, healthy and set up in {time.monotonic() - started_s:.0f} s")
             check_serving(cluster)
+            check_refusals(cluster)
             check_killed_worker(cluster)
             check_scaling(cluster)
+            check_stop(cluster, *SERVICES)
+            check_insecure(cluster)
         try:
             postgres = postgres_image(environment, image, clone / "tools" / "postgres_stand_in")
         except NoEngine as error:
@@ -219,16 +260,28 @@ def run(work: Path) -> None:
             check_postgres(cluster, postgres)
 
 
+def too_late(limit_s: int) -> NoReturn:
+    """Raise Failed."""
+    raise Failed(f"not done within {limit_s} s")
+
+
 def main() -> int:
     """Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--work", type=Path, help="folder for the clone and an engine's data, kept afterwards")
-    work: Path | None = parser.parse_args().work
+    parser.add_argument("--install", action="store_true", help="install what an engine needs, where it is missing")
+    parser.add_argument("--limit-s", type=int, default=0, help="seconds after which it has failed; 0 for no limit")
+    arguments = parser.parse_args()
+    work: Path | None = arguments.work
+    signal.signal(signal.SIGALRM, lambda *_: too_late(arguments.limit_s))
+    signal.alarm(arguments.limit_s)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))  # so that whatever was started is ended
     if work is not None:
         work.mkdir(parents=True, exist_ok=True)
     try:
+        if arguments.install:
+            install(missing_packages())
         if work is not None:
             run(work.resolve())
         else:
@@ -236,7 +289,7 @@ def main() -> int:
                 run(Path(folder))
     except NoEngine as error:
         say(f"compose-test: SKIPPED, nothing was tested: {error}")
-    except Failed as error:
+    except (BuildFailed, Failed) as error:
         print(f"compose-test: FAILED: {error}", file=sys.stderr)
         return 1
     else:

@@ -15,6 +15,7 @@ import yaml
 from common.config import ServiceSettings
 from registry.settings import RegistrySettings
 from router.settings import RouterSettings
+from tools.compose_cluster import Failed, plain_environment, readme_request
 from worker.settings import WorkerSettings
 
 SETTINGS: dict[str, type[ServiceSettings]] = {
@@ -22,7 +23,7 @@ SETTINGS: dict[str, type[ServiceSettings]] = {
     "router": RouterSettings,
     "worker": WorkerSettings,
 }
-OTHERS = {"LORAPLEX_CLUSTER_TOKEN", "LORAPLEX_REGISTRY_BOOTSTRAP_KEY"}
+OTHERS = {"LORAPLEX_CLUSTER_TOKEN", "PGPASSWORD"}
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +56,43 @@ def test_only_the_router_is_published_and_only_on_loopback(services):
     assert all(port.startswith("127.0.0.1:") for port in services["router"]["ports"])
 
 
+@pytest.mark.parametrize("name", [*SETTINGS, "setup", "cli"])
+def test_nothing_starts_without_a_cluster_token(services, name):
+    token = services[name]["environment"]["LORAPLEX_CLUSTER_TOKEN"]
+    assert token.startswith("${LORAPLEX_CLUSTER_TOKEN:?")  # neither unset nor empty
+    assert "make compose-env" in token
+
+
+def test_the_router_lets_nobody_in_without_a_key_unless_that_is_said(services):
+    for name in SETTINGS:
+        assert services[name]["environment"][f"LORAPLEX_{name.upper()}_INSECURE"] == "${LORAPLEX_INSECURE:-false}"
+    key = services["registry"]["environment"]["LORAPLEX_REGISTRY_BOOTSTRAP_KEY"]
+    assert key.startswith("${LORAPLEX_API_KEY?")  # set, and empty only where somebody wrote so
+    assert services["cli"]["environment"]["LORAPLEX_API_KEY"] == key
+
+
 def test_nothing_in_the_file_is_newer_than_compose_1_29():
     text = Path("docker-compose.yml").read_text()
     assert not re.search(r"(?m)^(name|secrets|configs):", text)
     assert not re.search(r"\b(gpus|start_interval|create_host_path|required|develop|include):", text)
     assert not re.search(r"\$\{[^}]*\$\{", text)  # no variable in another's default
     assert ":+" not in text
+
+
+def test_the_readmes_request_to_containers_reads_env_and_sends_the_key():
+    readme = Path("README.md").read_text()
+    request = readme_request(readme)
+    assert request.startswith("set -a; . ./.env; set +a")
+    assert '-H "Authorization: Bearer $LORAPLEX_API_KEY"' in request
+    assert "make compose-env" in readme
+    with pytest.raises(Failed, match="no request"):
+        readme_request(readme.replace(". ./.env", "source .env"))
+
+
+def test_what_the_compose_test_is_called_with_does_not_reach_the_cluster():
+    ours = {"PATH": "/bin", "DOCKER_HOST": "unix:///docker.sock"}
+    others = {"LORAPLEX_CLUSTER_TOKEN": "x", "COMPOSE_FILE": "x", "MAKEFLAGS": "x", "PGPASSWORD": "x"}
+    assert plain_environment(ours | others) == ours
 
 
 @pytest.mark.parametrize(("extra", "has", "lacks"), [
