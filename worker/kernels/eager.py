@@ -54,7 +54,7 @@ class EagerStep:
 
     def linear(self, linear: Linear, x: Tensor) -> Tensor:
         """See StepKernels."""
-        return functional.linear(x, linear.weight, linear.bias)
+        return functional.linear(x, linear.weight.to(x.dtype), linear.bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See StepKernels."""
