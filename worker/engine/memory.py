@@ -14,15 +14,20 @@ from collections.abc import Collection, Iterable
 from worker.engine.arena import Arena, Use
 from worker.engine.config import EngineConfig
 from worker.engine.plan import AdapterLoad
+from worker.engine.prefix import PrefixCache
+from worker.engine.rates import StepRates
+from worker.engine.request import Request
 from worker.engine.residency import Placement, Residency, Slot
 from worker.mailbox import AdapterFile
 
 
 class Memory:
-    """The arena, the adapter slots and what is idle in them."""
+    """The arena, the adapter slots, the prefix cache and what is idle in them."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, rates: StepRates) -> None:
         self._config = config
+        self._rates = rates
+        self._prefixes = PrefixCache()
         self._arena = Arena(config.total_blocks)
         self._residency = Residency(config.max_resident_adapters)
         self._evicted: list[int] = []
@@ -46,34 +51,78 @@ class Memory:
 
     # KV blocks.
 
-    def available(self, keep: Iterable[str] = ()) -> int:
-        """Return how many chunks can be had without taking anything from a request or from the adapters in `keep`."""
-        kept = 0
-        for digest in keep:
-            slot = self._residency.find(digest)
-            if slot is not None and slot.idle:
-                kept += len(slot.chunk_ids)
-        return self._arena.free + self._residency.idle_chunks - kept
+    def available(self, keep: Iterable[str] = (), *, floor: int = 0) -> int:
+        """Return how many chunks can be had without taking anything from a request or from the adapters in `keep`.
 
-    def take_blocks(self, count: int) -> tuple[int, ...] | None:
+        Idle adapters count as long as adapters hold more than `floor` chunks.
+        """
+        arena, residency = self._arena, self._residency
+        idle = residency.idle_chunks
+        if idle:
+            for digest in keep:
+                slot = residency.find(digest)
+                if slot is not None and slot.idle:
+                    idle -= len(slot.chunk_ids)
+            idle = max(0, min(idle, arena.count(Use.ADAPTER) - floor))
+        return arena.free + arena.count(Use.IDLE_PREFIX) + idle
+
+    def take_blocks(self, count: int, *, floor: int = 0) -> tuple[int, ...] | None:
         """Take KV blocks, evicting what is idle where that is needed; None, changing nothing, if too few are left."""
         if count > self._arena.free:
-            if count > self.available():
+            if count > self.available(floor=floor):
                 return None
-            self._reclaim(count, ())
+            self._reclaim(count, (), floor)
         return self._arena.take(count, Use.KV)
 
     def drop_blocks(self, blocks: tuple[int, ...]) -> None:
-        """Drop a request's references to its blocks."""
+        """Drop a request's references to its blocks; published ones stay while there is room, the last leave first."""
+        arena, prefixes = self._arena, self._prefixes
         for block in reversed(blocks):
-            self._arena.drop(block, keep=False)
+            published = prefixes.holds(block)
+            if arena.drop(block, keep=published) and published:
+                seconds = self._config.block_tokens / self._rates.prefill.tokens_per_second
+                prefixes.retire(block, self._level + seconds * prefixes.uses(block))
+
+    # Prefixes.
+
+    def find_prefix(self, request: Request) -> tuple[int, ...]:
+        """Return the computed blocks that a request can begin with. Its last known token is never among them."""
+        if not self._config.prefix_cache:
+            return ()
+        tokens = self._config.block_tokens
+        found: list[int] = []
+        for index in range((len(request.token_ids) - 1) // tokens):
+            block = self._prefixes.find(request.key(index, tokens))
+            if block is None:
+                break
+            found.append(block)
+        return tuple(found)
+
+    def num_idle(self, blocks: tuple[int, ...]) -> int:
+        """Return how many published blocks count as available now and no more once they are shared."""
+        return sum([self._prefixes.is_idle(block) for block in blocks])
+
+    def share(self, blocks: tuple[int, ...]) -> None:
+        """Add a reference to published blocks."""
+        for block in blocks:
+            self._arena.share(block)
+            self._prefixes.use(block)
+
+    def publish(self, request: Request) -> None:
+        """Offer a request's full computed blocks to later requests."""
+        tokens = self._config.block_tokens
+        full = request.computed_tokens // tokens
+        if self._config.prefix_cache:
+            for index in range(request.published_blocks, full):
+                self._prefixes.publish(request.key(index, tokens), request.block_ids[index])
+        request.published_blocks = full
 
     # Adapters.
 
     def place(
-        self, file: AdapterFile, claimed: Collection[str], *, reserve: int, tenant: str, now: float
+        self, file: AdapterFile, request: Request, claimed: Collection[str], *, reserve: int, now: float
     ) -> Placement | None:
-        """Take a slot and chunks for an adapter that has none; evict what is idle where that is needed.
+        """Take a slot and chunks for a request's adapter, which has none; evict what is idle where that is needed.
 
         Adapters whose digest is in `claimed` stay, and `reserve` chunks can still be had afterwards. Returns None, and
         changes nothing, when that cannot be.
@@ -84,8 +133,10 @@ class Memory:
             return None
         for victim in victims:
             self._evict(victim)
-        self._reclaim(chunks, claimed)
-        slot = self._residency.take(file, self._arena.take(chunks, Use.ADAPTER), tenant, now)
+        self._reclaim(chunks, claimed, 0)
+        slot = self._residency.take(
+            file, self._arena.take(chunks, Use.ADAPTER), request.request_id, request.tenant, now
+        )
         return Placement(slot.index, file, slot.chunk_ids)
 
     def loaded(self, index: int, load: AdapterLoad, seconds: float) -> Slot:
@@ -133,13 +184,25 @@ class Memory:
                     return victims
         return None
 
-    def _reclaim(self, count: int, claimed: Collection[str]) -> None:
+    def _reclaim(self, count: int, claimed: Collection[str], floor: int) -> None:
         """Evict what is idle until `count` chunks are free; the caller has made sure that there is enough."""
-        while self._arena.free < count:
-            idle = [
-                slot for slot in self._residency.idle() if slot.chunk_ids and slot.file.artifact_digest not in claimed
-            ]
-            self._evict(min(idle, key=lambda slot: slot.priority))
+        arena, prefixes = self._arena, self._prefixes
+        while arena.free < count:
+            adapter = self._least_adapter(claimed) if arena.count(Use.ADAPTER) > floor else None
+            block = prefixes.least()
+            if adapter is not None and (block is None or adapter.priority < block[0]):
+                self._evict(adapter)
+                continue
+            if block is None:
+                raise ValueError("chunks that were available are not there")
+            priority, chunk = block
+            self._level = max(self._level, priority)
+            prefixes.forget(chunk)
+            arena.release((chunk,), Use.IDLE_PREFIX)
+
+    def _least_adapter(self, claimed: Collection[str]) -> Slot | None:
+        idle = [slot for slot in self._residency.idle() if slot.chunk_ids and slot.file.artifact_digest not in claimed]
+        return min(idle, key=lambda slot: slot.priority, default=None)
 
     def _evict(self, slot: Slot) -> None:
         self._level = max(self._level, slot.priority)

@@ -88,6 +88,17 @@ class StepResult:
     """Of those sampled, requests whose logits were NaN or infinite: their tokens mean nothing."""
 
 
+def sampled_by_request(plan: StepPlan, result: StepResult) -> dict[int, SampledTokens]:
+    """Return what a step sampled, by request id. Raises ValueError when the result does not answer the plan."""
+    sampled = {entry.request_id: entry for entry in result.sampled}
+    expected = {sequence.request_id for sequence in plan.sequences if sequence.sample}
+    if result.step != plan.step or sampled.keys() != expected or len(sampled) != len(result.sampled):
+        raise ValueError(f"the runner's result does not answer the plan of step {plan.step}")
+    if not all(entry.token_ids for entry in result.sampled):
+        raise ValueError(f"the runner sampled no token for a request of step {plan.step}")
+    return sampled
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterLoad:
     """How an adapter came to lie on the device."""

@@ -22,8 +22,10 @@ class Slot:
     chunk_ids: tuple[int, ...]
     """Chunks granted while it loads, then those that it occupies."""
     load_started_s: float
-    tenant: str
+    request_id: int
     """Of the request that it is loaded for."""
+    tenant: str
+    """Of that request."""
     loading: bool = True
     in_flight: int = 0
     device_bytes: int = 0
@@ -90,9 +92,9 @@ class Residency:
         """Return the adapters that may leave."""
         return self._idle.values()
 
-    def take(self, file: AdapterFile, chunk_ids: tuple[int, ...], tenant: str, now: float) -> Slot:
-        """Take a free slot for an adapter that has none and mark it as loading."""
-        slot = Slot(self._free.pop(), file, chunk_ids, now, tenant, device_bytes=file.artifact_bytes)
+    def take(self, file: AdapterFile, chunk_ids: tuple[int, ...], request_id: int, tenant: str, now: float) -> Slot:
+        """Take a free slot for an adapter that has none and mark it as loading, for a request that waits for it."""
+        slot = Slot(self._free.pop(), file, chunk_ids, now, request_id, tenant, device_bytes=file.artifact_bytes)
         self._by_digest[file.artifact_digest] = slot
         self._by_index[slot.index] = slot
         self._used_bytes += slot.device_bytes

@@ -10,14 +10,15 @@ import pytest
 from tests.unit.worker.engine.driver import CONFIG
 from worker.engine.memory import Memory
 from worker.engine.plan import AdapterLoad
+from worker.engine.rates import StepRates
+from worker.engine.request import Request
 from worker.engine.residency import Placement
-from worker.mailbox import AdapterFile
+from worker.mailbox import AdapterFile, Sampling, Submit
 
 
 def memory_of(**limits: Any) -> Memory:
-    return Memory(
-        replace(CONFIG, **{"max_resident_adapters": 8, "chunk_bytes": 10, "adapter_chunk_bytes": 10, **limits})
-    )
+    few: dict[str, Any] = {"max_resident_adapters": 8, "chunk_bytes": 10, "adapter_chunk_bytes": 10}
+    return Memory(replace(CONFIG, **{**few, **limits}), StepRates(100.0, 10.0))
 
 
 def file(digest: str, size: int = 10) -> AdapterFile:
@@ -27,7 +28,9 @@ def file(digest: str, size: int = 10) -> AdapterFile:
 def place(
     memory: Memory, digest: str, size: int = 10, claimed: tuple[str, ...] = (), reserve: int = 0
 ) -> Placement | None:
-    return memory.place(file(digest, size), claimed, reserve=reserve, tenant="default", now=0.0)
+    submit = Submit(1, (1,), Sampling(), file(digest, size), "default", 0.0)
+    request = Request.from_submit(submit, sequence=1, max_known_tokens=9, chain_start=b"", adapter_on_device=False)
+    return memory.place(file(digest, size), request, claimed, reserve=reserve, now=0.0)
 
 
 def load(memory: Memory, digest: str, size: int = 10, seconds: float = 1.0) -> int:
