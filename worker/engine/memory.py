@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable
 
 from worker.engine.arena import Arena, Use
 from worker.engine.config import EngineConfig
+from worker.engine.idle import IdleOrder
 from worker.engine.plan import AdapterLoad
 from worker.engine.prefix import PrefixCache
 from worker.engine.rates import StepRates
@@ -28,6 +29,7 @@ class Memory:
         self._config = config
         self._rates = rates
         self._prefixes = PrefixCache()
+        self._idle_adapters = IdleOrder()  # by slot
         self._arena = Arena(config.total_blocks)
         self._residency = Residency(config.max_resident_adapters)
         self._evicted: list[int] = []
@@ -132,7 +134,7 @@ class Memory:
         if victims is None or chunks + reserve > self.available(claimed):
             return None
         for victim in victims:
-            self._evict(victim)
+            self._evict(victim, self._idle_adapters.priority(victim.index))
         self._reclaim(chunks, claimed, 0)
         slot = self._residency.take(
             file, self._arena.take(chunks, Use.ADAPTER), request.request_id, request.tenant, now
@@ -154,7 +156,9 @@ class Memory:
 
     def acquire(self, artifact_digest: str) -> int:
         """Add a reference to a resident adapter and return its slot."""
-        return self._residency.acquire(artifact_digest)
+        index = self._residency.acquire(artifact_digest)
+        self._idle_adapters.discard(index)
+        return index
 
     def release(self, index: int) -> None:
         """Drop a reference to an adapter."""
@@ -165,7 +169,8 @@ class Memory:
     # What leaves.
 
     def _became_idle(self, slot: Slot) -> None:
-        slot.priority = self._level + slot.load_s * (slot.uses + 1) / max(1, len(slot.chunk_ids))
+        worth = slot.load_s * (slot.uses + 1) / max(1, len(slot.chunk_ids))
+        self._idle_adapters.add(slot.index, self._level + worth)
 
     def _victims(self, new_bytes: int, claimed: Collection[str]) -> list[Slot] | None:
         """Return idle adapters to evict so that a slot and `new_bytes` of the byte limit are free, or None."""
@@ -175,7 +180,8 @@ class Memory:
         victims: list[Slot] = []
         if missing_slots <= 0 and missing_bytes <= 0:
             return victims
-        for slot in sorted(residency.idle(), key=lambda slot: slot.priority):
+        for index in self._idle_adapters.in_order():
+            slot = residency.slot(index)
             if slot.file.artifact_digest not in claimed:
                 victims.append(slot)
                 missing_slots -= 1
@@ -184,28 +190,27 @@ class Memory:
                     return victims
         return None
 
-    def _reclaim(self, count: int, claimed: Collection[str], floor: int) -> None:
+    def _reclaim(self, count: int, claimed: Iterable[str], floor: int) -> None:
         """Evict what is idle until `count` chunks are free; the caller has made sure that there is enough."""
         arena, prefixes = self._arena, self._prefixes
+        slots = [self._residency.find(digest) for digest in claimed]
+        stay = {slot.index for slot in slots if slot is not None}
         while arena.free < count:
-            adapter = self._least_adapter(claimed) if arena.count(Use.ADAPTER) > floor else None
+            adapter = self._idle_adapters.least(stay) if arena.count(Use.ADAPTER) > floor else None
             block = prefixes.least()
-            if adapter is not None and (block is None or adapter.priority < block[0]):
-                self._evict(adapter)
-                continue
-            if block is None:
+            if adapter is not None and (block is None or adapter[0] < block[0]):
+                self._evict(self._residency.slot(adapter[1]), adapter[0])
+            elif block is not None:
+                priority, chunk = block
+                self._level = max(self._level, priority)
+                prefixes.forget(chunk)
+                arena.release((chunk,), Use.IDLE_PREFIX)
+            else:
                 raise ValueError("chunks that were available are not there")
-            priority, chunk = block
-            self._level = max(self._level, priority)
-            prefixes.forget(chunk)
-            arena.release((chunk,), Use.IDLE_PREFIX)
 
-    def _least_adapter(self, claimed: Collection[str]) -> Slot | None:
-        idle = [slot for slot in self._residency.idle() if slot.chunk_ids and slot.file.artifact_digest not in claimed]
-        return min(idle, key=lambda slot: slot.priority, default=None)
-
-    def _evict(self, slot: Slot) -> None:
-        self._level = max(self._level, slot.priority)
+    def _evict(self, slot: Slot, priority: float) -> None:
+        self._level = max(self._level, priority)
+        self._idle_adapters.discard(slot.index)
         self._residency.evict(slot)
         self._arena.release(slot.chunk_ids, Use.ADAPTER)
         self._evicted.append(slot.index)

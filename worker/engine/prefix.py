@@ -8,10 +8,11 @@ succeeded have one. Knows nothing of references or chunks' owners.
 from __future__ import annotations
 
 import hashlib
-import heapq
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from worker.engine.idle import IdleOrder
 
 
 def chain_start(base_identity: str, artifact_digest: str | None, tenant: str) -> bytes:
@@ -32,8 +33,6 @@ def next_key(previous: bytes, tokens: Sequence[int]) -> bytes:
 class _Block:
     key: bytes
     uses: int = 1
-    order: tuple[float, int] | None = None
-    """(priority, number) while it is idle."""
 
 
 class PrefixCache:
@@ -42,9 +41,7 @@ class PrefixCache:
     def __init__(self) -> None:
         self._by_key: dict[bytes, int] = {}
         self._blocks: dict[int, _Block] = {}
-        self._idle: list[tuple[float, int, int]] = []  # heap of (priority, number, chunk), with stale entries
-        self._num_idle = 0
-        self._number = 0
+        self._idle = IdleOrder()
 
     def find(self, key: bytes) -> int | None:
         """Return the chunk that holds a prefix's block."""
@@ -55,8 +52,8 @@ class PrefixCache:
         return chunk in self._blocks
 
     def is_idle(self, chunk: int) -> bool:
-        """Tell whether nobody refers to a published block."""
-        return self._blocks[chunk].order is not None
+        """Tell whether a chunk's block is published and nobody refers to it."""
+        return chunk in self._idle
 
     def uses(self, chunk: int) -> int:
         """Return how many requests have used a published block, the one that computed it included."""
@@ -70,34 +67,18 @@ class PrefixCache:
 
     def use(self, chunk: int) -> None:
         """Note that one more request uses a block."""
-        block = self._blocks[chunk]
-        block.uses += 1
-        if block.order is not None:
-            block.order = None
-            self._num_idle -= 1
+        self._blocks[chunk].uses += 1
+        self._idle.discard(chunk)
 
     def retire(self, chunk: int, priority: float) -> None:
-        """Note that a block is idle. The lowest priority leaves first; of equals the one that was retired first."""
-        self._number += 1
-        self._blocks[chunk].order = (priority, self._number)
-        self._num_idle += 1
-        if len(self._idle) > 64 + 4 * self._num_idle:
-            self._idle = [entry for entry in self._idle if self._is_current(entry)]
-            heapq.heapify(self._idle)
-        heapq.heappush(self._idle, (priority, self._number, chunk))
+        """Note that nobody refers to a block any more; see IdleOrder."""
+        self._idle.add(chunk, priority)
 
     def least(self) -> tuple[float, int] | None:
         """Return (priority, chunk) of the idle block that leaves first."""
-        while self._idle and not self._is_current(self._idle[0]):
-            heapq.heappop(self._idle)
-        return (self._idle[0][0], self._idle[0][2]) if self._idle else None
+        return self._idle.least()
 
     def forget(self, chunk: int) -> None:
         """Offer a block no more."""
-        block = self._blocks.pop(chunk)
-        del self._by_key[block.key]
-        self._num_idle -= block.order is not None
-
-    def _is_current(self, entry: tuple[float, int, int]) -> bool:
-        block = self._blocks.get(entry[2])
-        return block is not None and block.order == entry[:2]
+        del self._by_key[self._blocks.pop(chunk).key]
+        self._idle.discard(chunk)

@@ -15,7 +15,7 @@ from worker.mailbox import AdapterFile, AdapterOnDevice
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One device slot that holds, or is about to hold, an adapter. Only `Residency` writes it, but for `priority`."""
+    """One device slot that holds, or is about to hold, an adapter. Only `Residency` writes it."""
 
     index: int
     file: AdapterFile
@@ -34,8 +34,6 @@ class Slot:
     """What its load took."""
     uses: int = 0
     """Requests that it served since it came."""
-    priority: float = 0.0
-    """While it is idle: the lowest leaves first. Set by `Memory`."""
 
     @property
     def idle(self) -> bool:
@@ -79,14 +77,13 @@ class Residency:
         """Chunks of idle adapters."""
         return self._idle_chunks
 
-    @property
-    def num_loading(self) -> int:
-        """Slots whose loader has not reported."""
-        return sum([slot.loading for slot in self._by_index.values()])
-
     def find(self, artifact_digest: str) -> Slot | None:
         """Return the slot of an adapter, loading or resident."""
         return self._by_digest.get(artifact_digest)
+
+    def slot(self, index: int) -> Slot:
+        """Return a slot that holds an adapter, loading or resident."""
+        return self._by_index[index]
 
     def idle(self) -> Iterable[Slot]:
         """Return the adapters that may leave."""

@@ -31,6 +31,14 @@ def test_a_tenant_with_eight_times_the_requests_gets_no_more_than_the_other(driv
     assert set(loud) <= set(driver.finished)
 
 
+def test_several_are_admitted_at_once_in_turns(drive: Drive) -> None:
+    driver = drive(max_running_requests=4)
+    first = [driver.submit(prompt=3, tenant="first") for _ in range(6)]
+    other = [driver.submit(prompt=3, tenant="other") for _ in range(6)]
+    driver.step()
+    assert set(driver.first_step) == {*first[:2], *other[:2]}
+
+
 def test_requests_of_any_size_count_by_their_tokens(drive: Drive) -> None:
     driver = drive(max_running_requests=2, total_blocks=64, prefix_cache=False)
     large = [driver.submit(prompt=40, max_tokens=20, tenant="large") for _ in range(30)]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.fake_runner import expected_tokens
 from tests.unit.worker.engine.driver import Driver
-from worker.engine.prefix import PrefixCache, chain_start, next_key
+from worker.engine.prefix import chain_start, next_key
 
 Drive = Callable[..., Driver]
 PROMPT = tuple(range(1, 15))  # 3 blocks of 4 and 2 tokens
@@ -165,19 +165,3 @@ def test_chains_differ_by_each_part_and_not_by_how_the_parts_are_cut() -> None:
     start = chain_start("base", None, "t")
     assert next_key(start, [1, 2]) == next_key(start, (1, 2)) != next_key(start, [2, 1])
     assert next_key(next_key(start, [1]), [2]) != next_key(start, [1, 2])
-
-
-def test_the_order_of_idle_blocks_survives_many_uses() -> None:
-    cache = PrefixCache()
-    for chunk in range(5):
-        cache.publish(bytes([chunk]), chunk)
-        cache.retire(chunk, 1.0)
-    for _ in range(1000):
-        cache.use(0)
-        cache.retire(0, 1.0)
-    assert len(cache._idle) < 200
-    order = []
-    while (least := cache.least()) is not None:
-        order.append(least[1])
-        cache.forget(least[1])
-    assert order == [1, 2, 3, 4, 0]
