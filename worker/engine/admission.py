@@ -23,6 +23,8 @@ from worker.engine.waiting import WaitingQueue
 
 LOOKAHEAD_REQUESTS: Final = 128
 """How far behind the first waiting request others are considered in one step."""
+LOOKAHEAD_LOADS: Final = 32
+"""The same while the batch is full, when only adapters can be loaded ahead of their requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,8 @@ class _Pass:
         The latter were first when their loads began. Tenants' counters have moved since, not least by those loads, and
         without this two tenants could have their adapters push out each other's unused for ever.
         """
-        ordered = list(islice(waiting.in_order(), LOOKAHEAD_REQUESTS))
+        lookahead = LOOKAHEAD_REQUESTS if self._has_place else LOOKAHEAD_LOADS
+        ordered = list(islice(waiting.in_order(), lookahead))
         aged = [request for request in ordered if request.passed_over_s is not None and self._is_aged(request)]
         first = sorted(aged, key=lambda request: (request.passed_over_s or 0.0, request.sequence))
         unused = [waiting.find(slot.request_id) for slot in self._memory.residency.idle() if not slot.uses]

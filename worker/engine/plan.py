@@ -1,7 +1,8 @@
 """The values that cross the engine's borders: what one step computes and what came out.
 
 `StepPlan` and `StepResult` are flat and serializable. The scheduler makes a plan, a `Runner` executes it, nothing else
-passes between them. Token positions count from 0; `block_ids` are KV blocks of `block_tokens` tokens each.
+passes between them. What a step has one of per request is a msgspec.Struct, which is made ten times faster than a
+frozen dataclass. Token positions count from 0; `block_ids` are KV blocks of `block_tokens` tokens each.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+import msgspec
 
 from worker.mailbox import Sampling
 
@@ -31,8 +34,7 @@ class NewRequest:
     """Tokens of the answer that are known already, in order."""
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceStep:
+class SequenceStep(msgspec.Struct, frozen=True, gc=False):
     """What one request computes in one step: known tokens `[position, position + len(token_ids))`."""
 
     request_id: int
@@ -69,8 +71,7 @@ class SampledLogprobs:
     """(token id, log probability), likeliest first."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampledTokens:
+class SampledTokens(msgspec.Struct, frozen=True, gc=False):
     """Tokens a request gained in a step, with one logprobs entry each where the request asked for them."""
 
     request_id: int

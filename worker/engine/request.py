@@ -152,8 +152,8 @@ class Request:
 
         An end-of-sequence token counts once `min_tokens` tokens stand before it.
         """
-        generated = self.generated_tokens
-        if token_id in eos_token_ids and not self.sampling.ignore_eos and generated > self.sampling.min_tokens:
+        ends = token_id in eos_token_ids and not self.sampling.ignore_eos
+        if ends and self.generated_tokens > self.sampling.min_tokens:
             return "stop"
         return "length" if len(self.token_ids) >= self.max_known_tokens else ""
 

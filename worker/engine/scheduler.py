@@ -254,7 +254,9 @@ class Scheduler:
         return Output(
             request.request_id,
             sampled.token_ids[:taken],
-            tuple([Position(entry.logprob, entry.top) for entry in sampled.logprobs[:taken]]),
+            tuple([Position(entry.logprob, entry.top) for entry in sampled.logprobs[:taken]])
+            if sampled.logprobs
+            else (),
             finish,
             request.timing(now) if finish or first else None,
         )
