@@ -139,7 +139,6 @@ class _Pass:
         request.passed_over_s = None
         if not request.was_admitted:
             request.admitted_s = self._now
-            request.cached_tokens = request.computed_tokens
         self._promised += needed
         self._num_running += 1
         self._admitted.append(request)

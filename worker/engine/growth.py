@@ -28,10 +28,13 @@ class Growth:
     short: bool
 
 
-def share_tokens(requests: Iterable[Request], config: EngineConfig) -> tuple[Shares, int]:
+def share_tokens(
+    requests: Iterable[Request], config: EngineConfig, skip_cached: Callable[[Request], None]
+) -> tuple[Shares, int]:
     """Return what each request computes, those that generate first, and what is left of the budget.
 
-    Prompts get a block at least, however many generate, so that all get on.
+    Prompts get a block at least, however many generate, so that all get on. `skip_cached` takes what others have
+    computed of a request's next tokens since it last looked.
     """
     shares: Shares = []
     behind: list[Request] = []
@@ -42,14 +45,17 @@ def share_tokens(requests: Iterable[Request], config: EngineConfig) -> tuple[Sha
         else:
             behind.append(request)
     budget = max(config.max_prefill_tokens - len(shares), min(config.block_tokens, config.max_prefill_tokens))
-    return shares, share_prompt_tokens(behind, budget, shares)
+    return shares, share_prompt_tokens(behind, budget, shares, skip_cached)
 
 
-def share_prompt_tokens(requests: Iterable[Request], budget: int, shares: Shares) -> int:
+def share_prompt_tokens(
+    requests: Iterable[Request], budget: int, shares: Shares, skip_cached: Callable[[Request], None]
+) -> int:
     """Add to `shares` what requests with tokens to catch up get of the budget; returns what is left of it."""
     for request in requests:
         if budget <= 0:
             break
+        skip_cached(request)
         count = min(budget, request.left_tokens)
         budget -= count
         shares.append((request, count))

@@ -110,6 +110,23 @@ class Memory:
             self._arena.share(block)
             self._prefixes.use(block)
 
+    def skip_prefix(self, request: Request) -> int:
+        """Give a running request the computed blocks that follow what it has, if any; returns their tokens."""
+        tokens = self._config.block_tokens
+        skipped = 0
+        while self._config.prefix_cache and request.computed_tokens == len(request.block_ids) * tokens:
+            if request.left_tokens <= tokens:
+                break
+            block = self._prefixes.find(request.key(len(request.block_ids), tokens))
+            if block is None:
+                break
+            self.share((block,))
+            request.block_ids += (block,)
+            request.computed_tokens += tokens
+            request.published_blocks = len(request.block_ids)
+            skipped += tokens
+        return skipped
+
     def publish(self, request: Request) -> None:
         """Offer a request's full computed blocks to later requests."""
         tokens = self._config.block_tokens

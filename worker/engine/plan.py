@@ -40,6 +40,8 @@ class SequenceStep(msgspec.Struct, frozen=True, gc=False):
     request_id: int
     token_ids: tuple[int, ...]
     position: int
+    """Of the first token. All before it is computed, though perhaps for another request: then it is ahead of what this
+    one's last step ended with, by whole blocks."""
     block_ids: tuple[int, ...]
     """KV blocks of positions 0 .. position + len(token_ids) - 1, in order: chunk ids of the arena.
 

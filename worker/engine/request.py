@@ -53,15 +53,14 @@ class Request:
     # Set by `Scheduler.schedule`.
     was_admitted: bool = False
     """It runs, or was preempted."""
+    cached_tokens: int = 0
+    """Prompt tokens whose KV others had computed."""
 
     # Set by `admission`.
     passed_over_s: float | None = None
     """When a request behind it was first admitted before it; None again once it is admitted."""
     admitted_s: float = 0.0
     """When it first became RUNNING."""
-    cached_tokens: int = 0
-    """Prompt tokens whose KV was there when it was first admitted."""
-
     # Set by `admission` and `growth`, cleared when it ends or is preempted.
     adapter_slot: int = BASE_SLOT
     block_ids: tuple[int, ...] = ()

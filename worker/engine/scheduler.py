@@ -112,7 +112,7 @@ class Scheduler:
         """Note that a load is done and took `seconds`; requests that wait for it can be admitted from now on."""
         slot = self._memory.loaded(slot_index, load, seconds)
         self._counters.charge(slot.tenant, input_tokens=seconds * self._rates.prefill.tokens_per_second)
-        for request in self._waiting_for(slot.file.artifact_digest):
+        for request in self._waiting.waiting_for(slot.file.artifact_digest):
             if not request.was_admitted:
                 request.adapter_on_device = False
                 request.adapter_load_s += now - max(slot.load_started_s, request.arrival_s)
@@ -122,7 +122,7 @@ class Scheduler:
         """Note that a load failed: the slot is free again and all requests that wait for the adapter fail."""
         slot = self._memory.failed(slot_index)
         failures = []
-        for request in self._waiting_for(slot.file.artifact_digest):
+        for request in self._waiting.waiting_for(slot.file.artifact_digest):
             self._waiting.remove(request.request_id)
             failures.append(Failure(request.request_id, *problem))
         return failures
@@ -133,7 +133,7 @@ class Scheduler:
         """Plan the next step. Every plan must be answered by `update` or `fail_step` before the next one is made."""
         if self._in_flight is not None:
             raise ValueError(f"the plan of step {self._in_flight.step} has not been answered")
-        shares, budget = share_tokens(self._running.values(), self._config)
+        shares, budget = share_tokens(self._running.values(), self._config, self._skip_cached)
         shares, short = self._grow(shares)
         placements: tuple[Placement, ...] = ()
         if self._waiting and not short:
@@ -143,7 +143,7 @@ class Scheduler:
                 self._admit(request)
             if admission.admitted:
                 more: Shares = []
-                share_prompt_tokens(admission.admitted, budget, more)
+                share_prompt_tokens(admission.admitted, budget, more, self._skip_cached)
                 more, short = self._grow(more)
                 shares += more
                 if short:
@@ -216,8 +216,18 @@ class Scheduler:
         self._running[request.request_id] = request
         if not request.was_admitted:
             request.was_admitted = True
-            self._num_cached_tokens += request.cached_tokens
-            self._counters.charge(request.tenant, input_tokens=request.prompt_tokens - request.cached_tokens)
+            self._counters.charge(request.tenant, input_tokens=request.prompt_tokens)
+            self._count_cached(request, request.computed_tokens)
+
+    def _skip_cached(self, request: Request) -> None:
+        """Take what others have computed of a request's next tokens: they began with it before and are ahead."""
+        self._count_cached(request, self._memory.skip_prefix(request))
+
+    def _count_cached(self, request: Request, tokens: int) -> None:
+        if tokens and not request.generated_tokens:
+            request.cached_tokens += tokens
+            self._num_cached_tokens += tokens
+            self._counters.charge(request.tenant, input_tokens=-tokens)
 
     def _preempt(self, request: Request) -> None:
         """Make a running request wait again, with all it knows and nothing computed."""
@@ -260,13 +270,6 @@ class Scheduler:
             finish,
             request.timing(now) if finish or first else None,
         )
-
-    def _waiting_for(self, artifact_digest: str) -> list[Request]:
-        return [
-            request
-            for request in self._waiting.in_order()
-            if request.adapter is not None and request.adapter.artifact_digest == artifact_digest
-        ]
 
     def _end(self, request: Request) -> None:
         del self._running[request.request_id]

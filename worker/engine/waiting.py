@@ -58,6 +58,14 @@ class WaitingQueue:
         """Return a request that waits."""
         return self._requests.get(request_id)
 
+    def waiting_for(self, artifact_digest: str) -> list[Request]:
+        """Return the requests that need an adapter."""
+        return [
+            request
+            for request in self._requests.values()
+            if request.adapter is not None and request.adapter.artifact_digest == artifact_digest
+        ]
+
     def in_order(self) -> Iterator[Request]:
         """Iterate in the order of admission; the queue must not change meanwhile.
 

@@ -108,6 +108,18 @@ def test_running_requests_share_blocks(drive: Drive) -> None:
     assert status.prefix_blocks > 0
 
 
+def test_requests_that_come_together_compute_a_common_beginning_once(drive: Drive) -> None:
+    driver = drive(max_prefill_tokens=14)
+    driver.runner.keep_plans = True
+    ids = [driver.submit(PROMPT, max_tokens=3) for _ in range(4)]
+    driver.run_until_idle()
+    assert [cached_tokens(driver, i) for i in ids] == [0, 12, 12, 12]
+    computed = [len(s.token_ids) for p in driver.runner.plans for s in p.sequences if not s.position >= 14]
+    assert sum(computed) == 14 + 3 * 2
+    assert all(driver.tokens[i] == expected_tokens(PROMPT, 3) for i in ids)
+    assert driver.scheduler._counters.counter("default") == 14 + 3 * 2 + 2 * 4 * 3
+
+
 def test_off_means_off(drive: Drive) -> None:
     driver = drive(prefix_cache=False)
     run(driver)
