@@ -58,6 +58,9 @@ class EngineConfig:
             raise ValueError(f"max_adapter_bytes is {self.max_adapter_bytes}; it must be at least 1")
         if not 0.5 <= self.mixed_batch_ratio <= 1:
             raise ValueError(f"mixed_batch_ratio is {self.mixed_batch_ratio}; it must be 0.5 to 1")
+        for name in ("kv_watermark", "adapter_floor"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it is a share of the arena, 0 to less than 1")
         if not 0 <= self.adapter_chunk_bytes <= self.chunk_bytes:
             raise ValueError(f"adapter_chunk_bytes is {self.adapter_chunk_bytes} of chunks of {self.chunk_bytes} bytes")
 

@@ -45,7 +45,8 @@ class SequenceStep(msgspec.Struct, frozen=True, gc=False):
     block_ids: tuple[int, ...]
     """KV blocks of positions 0 .. position + len(token_ids) - 1, in order: chunk ids of the arena.
 
-    Blocks wholly below `position` may be shared with other requests and are only read."""
+    Blocks wholly below `position` may be shared with other requests and are only read. A block that is new here holds
+    whatever was in its chunk, perhaps a part of an adapter: what lies past the written positions is not even finite."""
     adapter_slot: int
     """Device slot of the adapter, or BASE_SLOT."""
     sample: bool
