@@ -82,6 +82,8 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
+    """Of the prompt's tokens, those that were not computed anew."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,7 @@ def event(response: inference_pb2.GenerateResponse) -> Event:
         return ChoiceFinished(end.index, _REASONS.get(end.reason, "unknown"), stop)
     usage, facts = response.finished.usage, response.finished.facts
     return Finished(
-        Usage(usage.prompt_tokens, usage.completion_tokens),
+        Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
         ServingFacts(
             base_digest=facts.base_digest,
             version_digest=facts.version_digest,

@@ -161,7 +161,8 @@ class FakeRunner:
         sequence = self.sequences[step.request_id]
         end = step.position + len(step.token_ids)
         assert step.token_ids, "a request computes no token"
-        if sequence.computed < 0:
+        if step.position != sequence.computed and step.position % self.block_tokens == 0:
+            assert step.position > sequence.computed, "what is computed is computed again"
             sequence.computed = step.position  # what lies before was computed for another request, see below
         assert step.position == sequence.computed, "positions are not contiguous: KV is read before it is written"
         assert list(step.token_ids) == sequence.tokens[step.position : end], "tokens differ from the known ones"

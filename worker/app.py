@@ -236,7 +236,9 @@ class WorkerApp:
         status, engine = self._board.now(), self._engine.status
         in_engine = sum(adapter.in_flight for adapter in engine.adapters) if engine is not None else 0
         return {
-            "kv_blocks_in_use": status.total_blocks - status.free_blocks,
+            "kv_blocks_in_use": status.kv_blocks,
+            "adapter_chunks": status.adapter_chunks,
+            "idle_prefix_blocks": status.prefix_blocks,
             "adapter_references": in_engine + self._store.num_references,
             "waiting_requests": status.waiting_requests,
             "running_requests": status.running_requests,

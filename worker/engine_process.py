@@ -77,6 +77,8 @@ class EngineOptions:
     max_adapter_bytes: int | None
     max_prefill_tokens: int
     max_adapter_wait_s: float
+    mixed_batch_ratio: float
+    prefix_cache: bool
     threads: int | None
     log_level: str
     log_format: LogFormat
@@ -95,8 +97,10 @@ def parse_options(argv: Sequence[str]) -> EngineOptions:
     parser.add_argument("--max-running-requests", type=_positive, default=64)
     parser.add_argument("--max-resident-adapters", type=_positive, default=32)
     parser.add_argument("--max-adapter-bytes", type=_positive, default=None, help="default: bound by slots alone")
-    parser.add_argument("--max-prefill-tokens", type=_positive, default=512, help="prompt tokens in one step")
+    parser.add_argument("--max-prefill-tokens", type=_positive, default=512, help="tokens in one step")
     parser.add_argument("--max-adapter-wait-s", type=float, default=2.0, help="how long one may be overtaken")
+    parser.add_argument("--mixed-batch-ratio", type=float, default=1.0, help="share that runs with mixed adapters")
+    parser.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--threads", type=_positive, default=None, help="torch threads; default: all cores but one")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--log-format", default="auto", choices=["auto", "console", "json"])
@@ -174,6 +178,9 @@ def _config(options: EngineOptions, runner: OpenedRunner) -> EngineConfig:
         max_resident_adapters=options.max_resident_adapters,
         max_adapter_bytes=options.max_adapter_bytes,
         max_adapter_wait_s=options.max_adapter_wait_s,
+        mixed_batch_ratio=options.mixed_batch_ratio,
+        prefix_cache=options.prefix_cache,
+        base_identity=f"{options.base_digest} {runner.dtype}",
     )
 
 

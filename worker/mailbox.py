@@ -54,6 +54,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     adapter: AdapterFile | None
     tenant: str
     arrival_s: float
+    weight: float = 1.0
+    """The tenant's share relative to others', above 0."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -111,6 +113,8 @@ class Timing(msgspec.Struct, frozen=True, array_like=True):
     """The adapter was on the device when the request came."""
     adapter_ready_s: float = 0.0
     """From arrival until a load that the request waited for was done; 0 where there was none."""
+    cached_tokens: int = 0
+    """Prompt tokens that were not computed: their KV was in the prefix cache."""
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):
@@ -151,9 +155,20 @@ class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
     waiting_requests: int
     queued_prefill_tokens: int
     free_blocks: int
+    """Chunks that can be had: free, or of what is idle."""
     prefill_tokens_per_second: float
     decode_tokens_per_second: float
     adapters: tuple[AdapterOnDevice, ...]
+    kv_blocks: int = 0
+    """Chunks that requests hold as KV blocks."""
+    adapter_chunks: int = 0
+    """Chunks of adapters, idle ones included."""
+    prefix_blocks: int = 0
+    """Chunks of computed blocks that no request holds; they leave when their room is needed."""
+    num_preempted: int = 0
+    """Times a running request had to stop and be recomputed, since the start."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache, since the start."""
 
 
 class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):

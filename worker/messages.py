@@ -99,9 +99,11 @@ def serving_facts(
     return facts
 
 
-def finished_message(prompt_tokens: int, completion_tokens: int, facts: ServingFacts) -> GenerateResponse:
+def finished_message(
+    prompt_tokens: int, completion_tokens: int, facts: ServingFacts, *, cached_tokens: int = 0
+) -> GenerateResponse:
     """Return the last message of a successful stream."""
-    usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
+    usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, cached_tokens=cached_tokens)
     return GenerateResponse(finished=Finished(usage=usage, facts=facts))
 
 

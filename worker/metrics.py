@@ -150,10 +150,13 @@ class Metrics:
         usage = used / status.total_blocks if status.total_blocks else 0.0
         yield GaugeMetricFamily("vllm:num_requests_running", "Requests in the batch", status.running_requests)
         yield GaugeMetricFamily("vllm:num_requests_waiting", "Requests not in the batch yet", status.waiting_requests)
-        yield GaugeMetricFamily("vllm:kv_cache_usage_perc", "KV cache in use; 1 is all of it", usage)
+        yield GaugeMetricFamily("vllm:kv_cache_usage_perc", "Memory that is in use and cannot be had; 1 is all", usage)
         yield _adapters_in_use(status, snapshot.max_resident_adapters)
-        yield _gauge("kv_blocks_in_use", "KV blocks that requests hold", used)
-        yield _gauge("kv_blocks", "KV blocks there are", status.total_blocks)
+        yield _gauge("kv_blocks_in_use", "KV blocks that requests hold", status.kv_blocks)
+        yield _gauge("kv_blocks", "KV blocks there are, were nothing else in the arena", status.total_blocks)
+        yield _arena(status)
+        yield _count("preemptions", "Times a running request had to stop and be recomputed", status.num_preempted)
+        yield _count("cached_prompt_tokens", "Prompt tokens found in the prefix cache", status.num_cached_tokens)
         yield _gauge("queued_prefill_tokens", "Prompt tokens to be computed", status.queued_prefill_tokens)
         tiers = [adapter.tier for adapter in status.adapters.values()]
         yield _gauge("resident_adapters", "Adapters on the device", tiers.count(Tier.DEVICE))
@@ -182,6 +185,19 @@ class _Status(Collector):
 
 def _gauge(name: str, meaning: str, value: float) -> Metric:
     return GaugeMetricFamily(f"loraplex_worker_{name}", meaning, value)
+
+
+def _count(name: str, meaning: str, value: float) -> Metric:
+    return CounterMetricFamily(f"loraplex_worker_{name}", meaning, value)
+
+
+def _arena(status: WorkerStatus) -> Metric:
+    arena = GaugeMetricFamily("loraplex_worker_arena_chunks", "Chunks of the arena by use", labels=["use"])
+    used = {"kv": status.kv_blocks, "adapter": status.adapter_chunks, "idle_prefix": status.prefix_blocks}
+    for use, count in used.items():
+        arena.add_metric([use], count)
+    arena.add_metric(["free"], status.total_blocks - sum(used.values()))
+    return arena
 
 
 def _adapters_in_use(status: WorkerStatus, max_adapters: int) -> Metric:

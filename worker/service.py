@@ -238,7 +238,9 @@ class WorkerService(WorkerServiceServicer):
                         tier = tier_of(event.timing, fetched=lease.fetched)
                         held.observation.adapter(tier, fetch_s + event.timing.adapter_load_s)
                     held.observation.finished()
-                    message = finished_message(len(prompt), event.completion_tokens, facts)
+                    message = finished_message(
+                        len(prompt), event.completion_tokens, facts, cached_tokens=event.timing.cached_tokens
+                    )
                     describe_answer(message.finished)
                     yield message
 

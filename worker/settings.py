@@ -44,7 +44,15 @@ class WorkerSettings(AdminSettings):
     max_adapter_wait_s: Seconds = Field(
         2.0, description="seconds a request that waits for adapter or memory may be overtaken by later ones"
     )
-    max_prefill_tokens: Count = Field(512, description="prompt tokens computed in one step")
+    max_prefill_tokens: Count = Field(
+        512, description="tokens computed in one step: one of every running answer, prompts with the rest"
+    )
+    mixed_batch_ratio: Annotated[float, Field(ge=0.5, le=1)] = Field(
+        1.0, description="share of max_running_requests that may run while they use more than one adapter"
+    )
+    prefix_cache: bool = Field(
+        True, description="reuse what was computed for equal beginnings of prompts, per tenant and adapter"
+    )
     threads: Count | None = Field(None, description="threads that compute (default: all cores but one)")
     engine_silence_s: Annotated[float, Field(gt=0, le=86_400)] = Field(
         300.0, description="seconds the engine may say nothing while it has requests before it is killed and restarted"
@@ -69,9 +77,11 @@ class WorkerSettings(AdminSettings):
             "max-adapter-bytes": self.max_adapter_bytes,
             "max-adapter-wait-s": self.max_adapter_wait_s,
             "max-prefill-tokens": self.max_prefill_tokens,
+            "mixed-batch-ratio": self.mixed_batch_ratio,
             "threads": self.threads,
             "log-level": self.log_level,
             "log-format": self.log_format,
         }
         flags = [text for name, value in options.items() if value is not None for text in (f"--{name}", str(value))]
+        flags.append("--prefix-cache" if self.prefix_cache else "--no-prefix-cache")
         return [sys.executable, "-m", "worker.engine_process", *flags]

@@ -64,6 +64,13 @@ class WorkerStatus:
     total_blocks: int = 0
     block_tokens: int = 0
     max_context_tokens: int = 0
+    kv_blocks: int = 0
+    """Chunks that requests hold as KV blocks."""
+    adapter_chunks: int = 0
+    prefix_blocks: int = 0
+    """Chunks of computed blocks that no request holds."""
+    num_preempted: int = 0
+    num_cached_tokens: int = 0
     adapters: Mapping[str, AdapterStatus] = field(default_factory=dict)
 
 
@@ -130,6 +137,11 @@ def assemble(
         total_blocks=ready.total_blocks if ready is not None else 0,
         block_tokens=ready.block_tokens if ready is not None else 0,
         max_context_tokens=ready.max_context_tokens if ready is not None else 0,
+        kv_blocks=engine.kv_blocks if engine is not None else 0,
+        adapter_chunks=engine.adapter_chunks if engine is not None else 0,
+        prefix_blocks=engine.prefix_blocks if engine is not None else 0,
+        num_preempted=engine.num_preempted if engine is not None else 0,
+        num_cached_tokens=engine.num_cached_tokens if engine is not None else 0,
         adapters=adapters,
     )
 

@@ -43,7 +43,7 @@ def finished(worker: FakeWorker, request: worker_pb2.GenerateRequest, prompt: in
     facts.decode_time.FromMilliseconds(20)
     if request.HasField("adapter"):
         facts.tier_hit = generation_pb2.ADAPTER_TIER_DEVICE
-    usage = generation_pb2.Usage(prompt_tokens=prompt, completion_tokens=completion)
+    usage = generation_pb2.Usage(prompt_tokens=prompt, completion_tokens=completion, cached_tokens=prompt - 1)
     return Event(finished=generation_pb2.Finished(usage=usage, facts=facts))
 
 

@@ -25,6 +25,7 @@ from worker.engine_process import describe
 from worker.mailbox import (
     LENGTH_BYTES,
     AdapterFile,
+    EngineStatus,
     Sampling,
     Shutdown,
     Step,
@@ -84,7 +85,9 @@ def pack_folder(folder: Path, linears: BaseLinears, file: Path) -> AdapterFile:
 class EngineSession:
     """An engine's loop on a thread of its own, spoken to through its mailbox."""
 
-    def __init__(self, runner: ModelRunner, *, max_prefill_tokens: int, max_resident_adapters: int) -> None:
+    def __init__(
+        self, runner: ModelRunner, *, max_prefill_tokens: int, max_resident_adapters: int, **limits: Any
+    ) -> None:
         self._mailbox, theirs = socket.socketpair()
         self._mailbox.settimeout(DEADLINE_S)
         self._inbox = Inbox(theirs)
@@ -100,6 +103,7 @@ class EngineSession:
             max_running_requests=32,
             max_prefill_tokens=max_prefill_tokens,
             max_resident_adapters=max_resident_adapters,
+            **limits,
         )
         scheduler = Scheduler(config, StepRates(100.0, 10.0))
         self._loop = EngineLoop(runner, scheduler, self._inbox, self._loader, describe=describe)
@@ -107,6 +111,7 @@ class EngineSession:
         self._thread.start()
         self._next_id = 1
         self.largest_batch = 0
+        self.status: EngineStatus | None = None
 
     def generate(self, requests: Sequence[tuple[Sequence[int], AdapterFile | None, Sampling]]) -> list[list[int]]:
         """Submit all requests at once and return each one's tokens."""
@@ -119,6 +124,7 @@ class EngineSession:
         while left:
             step = self._receive()
             assert not step.failures, step.failures
+            self.status = step.status
             self.largest_batch = max(self.largest_batch, len(step.outputs))
             for output in step.outputs:
                 tokens[output.request_id] += output.token_ids

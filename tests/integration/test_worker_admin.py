@@ -116,6 +116,32 @@ async def test_a_complete_answer_is_measured_and_the_tiers_are_told_apart(base, 
     assert seen["loraplex_worker_engine_restarts_total"][()] == 0
 
 
+@pytest.mark.parametrize("prefix_cache", [True, False])
+async def test_a_prompt_that_begins_as_an_earlier_one_did_is_computed_in_part_and_says_so(base, tmp_path, prefix_cache):
+    port = free_port()
+    prompt = list(range(5, 45))  # two blocks of 16 tokens and 8 more
+    async with (
+        running_front(base, tmp_path, admin_port=port, prefix_cache=prefix_cache) as front,
+        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http,
+    ):
+        first = await front.generate(front.request(prompt, max_tokens=4))
+        again = await front.generate(front.request(prompt, max_tokens=4))
+        held = await Admin(http).until(lambda held: held["streams"] == 0)
+        seen = await Admin(http).metrics()
+    cached = 32 if prefix_cache else 0
+    assert (first.finished.usage.cached_tokens, again.finished.usage.cached_tokens) == (0, cached)
+    assert first.token_ids() == again.token_ids()
+    assert held["kv_blocks_in_use"] == 0  # what is kept for later requests is no leak
+    assert held["idle_prefix_blocks"] == cached // 16
+    assert seen["loraplex_worker_cached_prompt_tokens_total"][()] == cached
+    assert seen["loraplex_worker_arena_chunks"] == {
+        ("kv",): 0,
+        ("adapter",): 0,
+        ("idle_prefix",): cached // 16,
+        ("free",): 64 - cached // 16,
+    }
+
+
 async def test_the_admin_port_answers_before_the_worker_is_ready(base, tmp_path):
     port = free_port()
     async with (

@@ -1,25 +1,30 @@
-"""Who may start now: hands KV blocks, adapter references and adapter slots to waiting requests, in order.
+"""Who may start now: hands adapter references, adapter slots and a place in the batch to waiting requests, in order.
 
-A request is admitted when its adapter is resident and all KV blocks that it can ever need are free, so that a running
-request never waits for memory. One that does not fit may be overtaken by later ones that do, for `max_adapter_wait_s`
-from the first that overtook it; then admission is closed behind it until what it needs has drained. Waiting requests
-hold nothing: they only claim their adapters against eviction by later ones. So nothing can deadlock: running requests
-end, loads end, and the first in order always gets what becomes free. Pure: time is an argument.
+A request is admitted when its adapter is resident and chunks for all of its known tokens can be had, beside what
+running requests still need for theirs and a watermark for their answers to grow. It takes them later, as it computes.
+One that does not fit may be overtaken by later ones that do, for `max_adapter_wait_s` from the first that overtook it;
+then it goes before all others, and nobody gets a chunk, a slot or a place until it fits. Waiting requests hold
+nothing: they only claim their adapters against eviction for later ones. So nothing can deadlock: running requests end,
+loads end, and the first in order always gets what becomes free. Pure: time is an argument.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 from worker.engine.config import EngineConfig
 from worker.engine.memory import Memory
 from worker.engine.request import Request
 from worker.engine.residency import Placement, Slot
+from worker.engine.waiting import WaitingQueue
 
-LOOKAHEAD_REQUESTS: Final = 256
+LOOKAHEAD_REQUESTS: Final = 128
 """How far behind the first waiting request others are considered in one step."""
+LOOKAHEAD_LOADS: Final = 32
+"""The same while the batch is full, when only adapters can be loaded ahead of their requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,59 +36,114 @@ class Admission:
 
 
 def admit(
-    waiting: Iterable[Request],
-    *,
-    num_running: int,
-    memory: Memory,
-    config: EngineConfig,
-    now: float,
+    waiting: WaitingQueue, running: Sequence[Request], memory: Memory, config: EngineConfig, now: float
 ) -> Admission:
-    """Pass over the waiting requests once, in order; admitted ones hold their blocks and reference afterwards."""
-    room = config.max_running_requests - num_running
-    admitted: list[Request] = []
-    placements: list[Placement] = []
-    passed: list[Request] = []
-    claimed: set[str] = set()
-    admitting = True
-    placing = True
-    for seen, request in enumerate(waiting):
-        if not (placing or (admitting and room)) or seen == LOOKAHEAD_REQUESTS:
-            break
+    """Pass over the waiting requests once, in order; admitted ones hold their adapter and cached prefix afterwards."""
+    return _Pass(running, memory, config, now).over(waiting)
+
+
+class _Pass:
+    """One pass: what is left to give, and who was passed over."""
+
+    def __init__(self, running: Sequence[Request], memory: Memory, config: EngineConfig, now: float) -> None:
+        self._memory, self._config, self._now = memory, config, now
+        self._num_running = len(running)
+        self._adapters = {request.adapter.artifact_digest for request in running if request.adapter is not None}
+        # What running requests need until all tokens known now are computed.
+        self._promised = sum(
+            [config.blocks_for(len(request.token_ids)) - len(request.block_ids) for request in running]
+        )
+        self._claimed: set[str] = set()
+        self._admitting = self._placing = True
+        self._admitted: list[Request] = []
+        self._placements: list[Placement] = []
+        self._passed: list[Request] = []
+
+    def over(self, waiting: WaitingQueue) -> Admission:
+        for request in self._ordered(waiting):
+            if not (self._placing or (self._admitting and self._has_place)):
+                break
+            self._consider(request)
+        return Admission(tuple(self._admitted), tuple(self._placements))
+
+    @property
+    def _has_place(self) -> bool:
+        return self._num_running < self._config.max_running_requests
+
+    @property
+    def _reserve(self) -> int:
+        """Chunks that must be left for running requests: a block for each, or the watermark; none for nobody."""
+        if not self._num_running:
+            return 0
+        return self._promised + max(self._num_running, self._config.watermark_chunks)
+
+    def _is_aged(self, request: Request) -> bool:
+        since_s = request.passed_over_s
+        return since_s is not None and self._now - since_s >= self._config.max_adapter_wait_s
+
+    def _ordered(self, waiting: WaitingQueue) -> list[Request]:
+        """Return the queue's order, but first those that have aged, then those for whom an adapter has been loaded.
+
+        The latter were first when their loads began. Tenants' counters have moved since, not least by those loads, and
+        without this two tenants could have their adapters push out each other's unused for ever.
+        """
+        lookahead = LOOKAHEAD_REQUESTS if self._has_place else LOOKAHEAD_LOADS
+        ordered = list(islice(waiting.in_order(), lookahead))
+        aged = [request for request in ordered if request.passed_over_s is not None and self._is_aged(request)]
+        first = sorted(aged, key=lambda request: (request.passed_over_s or 0.0, request.sequence))
+        unused = [waiting.find(slot.request_id) for slot in self._memory.residency.idle() if not slot.uses]
+        first += sorted([request for request in unused if request is not None], key=lambda request: request.sequence)
+        if not first:
+            return ordered
+        return list(dict.fromkeys([*first, *ordered]))
+
+    def _consider(self, request: Request) -> None:
+        adapter = request.adapter
         slot: Slot | None = None
-        if request.adapter is not None:
-            slot = memory.residency.find(request.adapter.artifact_digest)
-            if slot is None and placing:
-                placement = memory.place(request.adapter, claimed, reserve=0, tenant=request.tenant, now=now)
+        if adapter is not None:
+            slot = self._memory.residency.find(adapter.artifact_digest)
+            if slot is None and self._placing:
+                placement = self._memory.place(adapter, request, self._claimed, reserve=self._reserve, now=self._now)
                 if placement is None:
-                    placing = False  # strictly in order: a later adapter must not take what this one waits for
+                    self._placing = False  # strictly in order: a later adapter must not take what this one waits for
                 else:
-                    placements.append(placement)
-            claimed.add(request.adapter.artifact_digest)
-        ready = request.adapter is None or (slot is not None and not slot.loading)
-        if admitting and room and ready and request.num_blocks <= memory.available(claimed):
-            _start(request, memory, now)
-            admitted.append(request)
-            room -= 1
-            _mark_passed_over(passed, now)
-        else:
-            passed.append(request)
-            if request.passed_over_s is not None and now - request.passed_over_s >= config.max_adapter_wait_s:
-                admitting = False
-    return Admission(tuple(admitted), tuple(placements))
+                    self._placements.append(placement)
+            self._claimed.add(adapter.artifact_digest)
+        ready = adapter is None or (slot is not None and not slot.loading)
+        if ready and self._admitting and self._has_place and self._fits_batch(request) and self._start(request):
+            return
+        self._passed.append(request)
+        if self._is_aged(request):
+            self._admitting = self._placing = False
 
+    def _fits_batch(self, request: Request) -> bool:
+        adapters = self._adapters if request.adapter is None else self._adapters | {request.adapter.artifact_digest}
+        return len(adapters) < 2 or self._num_running < self._config.max_mixed_requests
 
-def _start(request: Request, memory: Memory, now: float) -> None:
-    if request.adapter is not None:
-        request.adapter_slot = memory.acquire(request.adapter.artifact_digest)
-    blocks = memory.take_blocks(request.num_blocks)
-    if blocks is None:
-        raise ValueError("chunks that were available are not there")
-    request.block_ids = blocks
-    request.admitted_s = now
-
-
-def _mark_passed_over(passed: list[Request], now: float) -> None:
-    for request in passed:
-        if request.passed_over_s is None:
-            request.passed_over_s = now
-    passed.clear()
+    def _start(self, request: Request) -> bool:
+        """Admit a request if its known tokens fit; returns whether it did."""
+        memory, config = self._memory, self._config
+        cached = memory.find_prefix(request)
+        needed = config.blocks_for(len(request.token_ids)) - len(cached)
+        floor = config.adapter_floor_chunks if self._num_running else 0
+        room = memory.available(self._claimed, floor=floor) - memory.num_idle(cached)
+        if needed + self._reserve > room:
+            return False
+        if request.adapter is not None:
+            request.adapter_slot = memory.acquire(request.adapter.artifact_digest)
+            self._adapters.add(request.adapter.artifact_digest)
+        memory.share(cached)
+        request.block_ids = cached
+        request.published_blocks = len(cached)
+        request.computed_tokens = len(cached) * config.block_tokens
+        request.passed_over_s = None
+        if not request.was_admitted:
+            request.admitted_s = self._now
+        self._promised += needed
+        self._num_running += 1
+        self._admitted.append(request)
+        for passed in self._passed:
+            if passed.passed_over_s is None:
+                passed.passed_over_s = self._now
+        self._passed.clear()
+        return True

@@ -13,16 +13,23 @@ from collections.abc import Collection, Iterable
 
 from worker.engine.arena import Arena, Use
 from worker.engine.config import EngineConfig
+from worker.engine.idle import IdleOrder
 from worker.engine.plan import AdapterLoad
+from worker.engine.prefix import PrefixCache
+from worker.engine.rates import StepRates
+from worker.engine.request import Request
 from worker.engine.residency import Placement, Residency, Slot
 from worker.mailbox import AdapterFile
 
 
 class Memory:
-    """The arena, the adapter slots and what is idle in them."""
+    """The arena, the adapter slots, the prefix cache and what is idle in them."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, rates: StepRates) -> None:
         self._config = config
+        self._rates = rates
+        self._prefixes = PrefixCache()
+        self._idle_adapters = IdleOrder()  # by slot
         self._arena = Arena(config.total_blocks)
         self._residency = Residency(config.max_resident_adapters)
         self._evicted: list[int] = []
@@ -46,34 +53,95 @@ class Memory:
 
     # KV blocks.
 
-    def available(self, keep: Iterable[str] = ()) -> int:
-        """Return how many chunks can be had without taking anything from a request or from the adapters in `keep`."""
-        kept = 0
-        for digest in keep:
-            slot = self._residency.find(digest)
-            if slot is not None and slot.idle:
-                kept += len(slot.chunk_ids)
-        return self._arena.free + self._residency.idle_chunks - kept
+    def available(self, keep: Iterable[str] = (), *, floor: int = 0) -> int:
+        """Return how many chunks can be had without taking anything from a request or from the adapters in `keep`.
 
-    def take_blocks(self, count: int) -> tuple[int, ...] | None:
+        Idle adapters count as long as adapters hold more than `floor` chunks.
+        """
+        arena, residency = self._arena, self._residency
+        idle = residency.idle_chunks
+        if idle:
+            for digest in keep:
+                slot = residency.find(digest)
+                if slot is not None and slot.idle:
+                    idle -= len(slot.chunk_ids)
+            idle = max(0, min(idle, arena.count(Use.ADAPTER) - floor))
+        return arena.free + arena.count(Use.IDLE_PREFIX) + idle
+
+    def take_blocks(self, count: int, *, floor: int = 0) -> tuple[int, ...] | None:
         """Take KV blocks, evicting what is idle where that is needed; None, changing nothing, if too few are left."""
         if count > self._arena.free:
-            if count > self.available():
+            if count > self.available(floor=floor):
                 return None
-            self._reclaim(count, ())
+            self._reclaim(count, (), floor)
         return self._arena.take(count, Use.KV)
 
     def drop_blocks(self, blocks: tuple[int, ...]) -> None:
-        """Drop a request's references to its blocks."""
+        """Drop a request's references to its blocks; published ones stay while there is room, the last leave first."""
+        arena, prefixes = self._arena, self._prefixes
         for block in reversed(blocks):
-            self._arena.drop(block, keep=False)
+            published = prefixes.holds(block)
+            if arena.drop(block, keep=published) and published:
+                seconds = self._config.block_tokens / self._rates.prefill.tokens_per_second
+                prefixes.retire(block, self._level + seconds * prefixes.uses(block))
+
+    # Prefixes.
+
+    def find_prefix(self, request: Request) -> tuple[int, ...]:
+        """Return the computed blocks that a request can begin with. Its last known token is never among them."""
+        if not self._config.prefix_cache:
+            return ()
+        tokens = self._config.block_tokens
+        found: list[int] = []
+        for index in range((len(request.token_ids) - 1) // tokens):
+            block = self._prefixes.find(request.key(index, tokens))
+            if block is None:
+                break
+            found.append(block)
+        return tuple(found)
+
+    def num_idle(self, blocks: tuple[int, ...]) -> int:
+        """Return how many published blocks count as available now and no more once they are shared."""
+        return sum([self._prefixes.is_idle(block) for block in blocks])
+
+    def share(self, blocks: tuple[int, ...]) -> None:
+        """Add a reference to published blocks."""
+        for block in blocks:
+            self._arena.share(block)
+            self._prefixes.use(block)
+
+    def skip_prefix(self, request: Request) -> int:
+        """Give a running request the computed blocks that follow what it has, if any; returns their tokens."""
+        tokens = self._config.block_tokens
+        skipped = 0
+        while self._config.prefix_cache and request.computed_tokens == len(request.block_ids) * tokens:
+            if request.left_tokens <= tokens:
+                break
+            block = self._prefixes.find(request.key(len(request.block_ids), tokens))
+            if block is None:
+                break
+            self.share((block,))
+            request.block_ids += (block,)
+            request.computed_tokens += tokens
+            request.published_blocks = len(request.block_ids)
+            skipped += tokens
+        return skipped
+
+    def publish(self, request: Request) -> None:
+        """Offer a request's full computed blocks to later requests."""
+        tokens = self._config.block_tokens
+        full = request.computed_tokens // tokens
+        if self._config.prefix_cache:
+            for index in range(request.published_blocks, full):
+                self._prefixes.publish(request.key(index, tokens), request.block_ids[index])
+        request.published_blocks = full
 
     # Adapters.
 
     def place(
-        self, file: AdapterFile, claimed: Collection[str], *, reserve: int, tenant: str, now: float
+        self, file: AdapterFile, request: Request, claimed: Collection[str], *, reserve: int, now: float
     ) -> Placement | None:
-        """Take a slot and chunks for an adapter that has none; evict what is idle where that is needed.
+        """Take a slot and chunks for a request's adapter, which has none; evict what is idle where that is needed.
 
         Adapters whose digest is in `claimed` stay, and `reserve` chunks can still be had afterwards. Returns None, and
         changes nothing, when that cannot be.
@@ -83,9 +151,11 @@ class Memory:
         if victims is None or chunks + reserve > self.available(claimed):
             return None
         for victim in victims:
-            self._evict(victim)
-        self._reclaim(chunks, claimed)
-        slot = self._residency.take(file, self._arena.take(chunks, Use.ADAPTER), tenant, now)
+            self._evict(victim, self._idle_adapters.priority(victim.index))
+        self._reclaim(chunks, claimed, 0)
+        slot = self._residency.take(
+            file, self._arena.take(chunks, Use.ADAPTER), request.request_id, request.tenant, now
+        )
         return Placement(slot.index, file, slot.chunk_ids)
 
     def loaded(self, index: int, load: AdapterLoad, seconds: float) -> Slot:
@@ -103,7 +173,9 @@ class Memory:
 
     def acquire(self, artifact_digest: str) -> int:
         """Add a reference to a resident adapter and return its slot."""
-        return self._residency.acquire(artifact_digest)
+        index = self._residency.acquire(artifact_digest)
+        self._idle_adapters.discard(index)
+        return index
 
     def release(self, index: int) -> None:
         """Drop a reference to an adapter."""
@@ -114,7 +186,8 @@ class Memory:
     # What leaves.
 
     def _became_idle(self, slot: Slot) -> None:
-        slot.priority = self._level + slot.load_s * (slot.uses + 1) / max(1, len(slot.chunk_ids))
+        worth = slot.load_s * (slot.uses + 1) / max(1, len(slot.chunk_ids))
+        self._idle_adapters.add(slot.index, self._level + worth)
 
     def _victims(self, new_bytes: int, claimed: Collection[str]) -> list[Slot] | None:
         """Return idle adapters to evict so that a slot and `new_bytes` of the byte limit are free, or None."""
@@ -124,7 +197,8 @@ class Memory:
         victims: list[Slot] = []
         if missing_slots <= 0 and missing_bytes <= 0:
             return victims
-        for slot in sorted(residency.idle(), key=lambda slot: slot.priority):
+        for index in self._idle_adapters.in_order():
+            slot = residency.slot(index)
             if slot.file.artifact_digest not in claimed:
                 victims.append(slot)
                 missing_slots -= 1
@@ -133,16 +207,27 @@ class Memory:
                     return victims
         return None
 
-    def _reclaim(self, count: int, claimed: Collection[str]) -> None:
+    def _reclaim(self, count: int, claimed: Iterable[str], floor: int) -> None:
         """Evict what is idle until `count` chunks are free; the caller has made sure that there is enough."""
-        while self._arena.free < count:
-            idle = [
-                slot for slot in self._residency.idle() if slot.chunk_ids and slot.file.artifact_digest not in claimed
-            ]
-            self._evict(min(idle, key=lambda slot: slot.priority))
+        arena, prefixes = self._arena, self._prefixes
+        slots = [self._residency.find(digest) for digest in claimed]
+        stay = {slot.index for slot in slots if slot is not None}
+        while arena.free < count:
+            adapter = self._idle_adapters.least(stay) if arena.count(Use.ADAPTER) > floor else None
+            block = prefixes.least()
+            if adapter is not None and (block is None or adapter[0] < block[0]):
+                self._evict(self._residency.slot(adapter[1]), adapter[0])
+            elif block is not None:
+                priority, chunk = block
+                self._level = max(self._level, priority)
+                prefixes.forget(chunk)
+                arena.release((chunk,), Use.IDLE_PREFIX)
+            else:
+                raise ValueError("chunks that were available are not there")
 
-    def _evict(self, slot: Slot) -> None:
-        self._level = max(self._level, slot.priority)
+    def _evict(self, slot: Slot, priority: float) -> None:
+        self._level = max(self._level, priority)
+        self._idle_adapters.discard(slot.index)
         self._residency.evict(slot)
         self._arena.release(slot.chunk_ids, Use.ADAPTER)
         self._evicted.append(slot.index)

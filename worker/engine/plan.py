@@ -1,7 +1,8 @@
 """The values that cross the engine's borders: what one step computes and what came out.
 
 `StepPlan` and `StepResult` are flat and serializable. The scheduler makes a plan, a `Runner` executes it, nothing else
-passes between them. Token positions count from 0; `block_ids` are KV blocks of `block_tokens` tokens each.
+passes between them. What a step has one of per request is a msgspec.Struct, which is made ten times faster than a
+frozen dataclass. Token positions count from 0; `block_ids` are KV blocks of `block_tokens` tokens each.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+import msgspec
 
 from worker.mailbox import Sampling
 
@@ -31,17 +34,19 @@ class NewRequest:
     """Tokens of the answer that are known already, in order."""
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceStep:
+class SequenceStep(msgspec.Struct, frozen=True, gc=False):
     """What one request computes in one step: known tokens `[position, position + len(token_ids))`."""
 
     request_id: int
     token_ids: tuple[int, ...]
     position: int
+    """Of the first token. All before it is computed, though perhaps for another request: then it is ahead of what this
+    one's last step ended with, by whole blocks."""
     block_ids: tuple[int, ...]
     """KV blocks of positions 0 .. position + len(token_ids) - 1, in order: chunk ids of the arena.
 
-    Blocks wholly below `position` may be shared with other requests and are only read."""
+    Blocks wholly below `position` may be shared with other requests and are only read. A block that is new here holds
+    whatever was in its chunk, perhaps a part of an adapter: what lies past the written positions is not even finite."""
     adapter_slot: int
     """Device slot of the adapter, or BASE_SLOT."""
     sample: bool
@@ -69,8 +74,7 @@ class SampledLogprobs:
     """(token id, log probability), likeliest first."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampledTokens:
+class SampledTokens(msgspec.Struct, frozen=True, gc=False):
     """Tokens a request gained in a step, with one logprobs entry each where the request asked for them."""
 
     request_id: int
@@ -86,6 +90,17 @@ class StepResult:
     sampled: tuple[SampledTokens, ...]
     broken_request_ids: tuple[int, ...] = ()
     """Of those sampled, requests whose logits were NaN or infinite: their tokens mean nothing."""
+
+
+def sampled_by_request(plan: StepPlan, result: StepResult) -> dict[int, SampledTokens]:
+    """Return what a step sampled, by request id. Raises ValueError when the result does not answer the plan."""
+    sampled = {entry.request_id: entry for entry in result.sampled}
+    expected = {sequence.request_id for sequence in plan.sequences if sequence.sample}
+    if result.step != plan.step or sampled.keys() != expected or len(sampled) != len(result.sampled):
+        raise ValueError(f"the runner's result does not answer the plan of step {plan.step}")
+    if not all(entry.token_ids for entry in result.sampled):
+        raise ValueError(f"the runner sampled no token for a request of step {plan.step}")
+    return sampled
 
 
 @dataclass(frozen=True, slots=True)

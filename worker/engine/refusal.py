@@ -64,6 +64,10 @@ def check(submit: Submit, config: EngineConfig) -> Problem | None:
             f"max_tokens is {submit.sampling.max_tokens}; it must be at least 1",
             {"field": "max_tokens"},
         )
+    if not 0 < submit.weight < float("inf"):
+        return Problem(
+            "INVALID_PARAMETER", f"the tenant's weight is {submit.weight}; it must be above 0", {"field": "weight"}
+        )
     capacity = capacity_tokens(submit.adapter, config)
     limit = min(config.max_context_tokens - 1, capacity)
     if length > limit:

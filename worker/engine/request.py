@@ -1,15 +1,18 @@
 """A request inside the engine: one class holds all of its state, from the inbox to its last token.
 
-A request is `WAITING` (it holds nothing), then `RUNNING` (it holds all KV blocks it can ever need and a reference on
-its adapter), then it ends: finished, failed or aborted, and holds nothing again. "Known" tokens are the prompt and
-what was generated so far; a step computes known tokens until none is left, which is when the next one is sampled.
+A request is `WAITING` (it holds nothing), then `RUNNING` (it holds the KV blocks of what it has computed and a
+reference on its adapter), perhaps `WAITING` again (preempted: it keeps its tokens only), then it ends: finished,
+failed or aborted. "Known" tokens are the prompt and what was generated so far; a step computes known tokens until none
+is left, which is when the next one is sampled. There are no phases: a prompt, a preempted answer and a cached prefix
+differ only in how many known tokens are left to compute.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from worker.engine.plan import BASE_SLOT
+from worker.engine.plan import BASE_SLOT, NewRequest, SequenceStep
+from worker.engine.prefix import next_key
 from worker.mailbox import AdapterFile, Sampling, Submit, Timing
 
 
@@ -19,6 +22,8 @@ class Request:
 
     # Set once by `Scheduler.submit`.
     request_id: int
+    sequence: int
+    """Order of arrival."""
     prompt_tokens: int
     """Length of the prompt."""
     sampling: Sampling
@@ -28,8 +33,8 @@ class Request:
     """When the RPC came, by the front end's clock, which is the engine's."""
     max_known_tokens: int
     """Prompt plus the longest answer that parameters and context allow."""
-    num_blocks: int
-    """KV blocks that hold all tokens that can ever be computed (the last one sampled never is)."""
+    chain_start: bytes
+    """Where the chain of its blocks' keys begins."""
 
     # Set by `Scheduler.submit`, then appended to by `Scheduler.update`.
     token_ids: list[int]
@@ -45,39 +50,53 @@ class Request:
     adapter_ready_s: float = 0.0
     """Seconds from its arrival until that load was done."""
 
+    # Set by `Scheduler.schedule`.
+    was_admitted: bool = False
+    """It runs, or was preempted."""
+    cached_tokens: int = 0
+    """Prompt tokens whose KV others had computed."""
+
     # Set by `admission`.
     passed_over_s: float | None = None
-    """When a request that came later was first admitted before this one."""
+    """When a request behind it was first admitted before it; None again once it is admitted."""
     admitted_s: float = 0.0
-    """When it became RUNNING."""
+    """When it first became RUNNING."""
+    # Set by `admission` and `growth`, cleared when it ends or is preempted.
     adapter_slot: int = BASE_SLOT
     block_ids: tuple[int, ...] = ()
-    """Its KV blocks, all of them, in order of position."""
+    """Its KV blocks in order of position."""
 
-    # Set by `Scheduler.schedule`.
+    # Set by `Scheduler.schedule`, cleared when it is preempted.
     announced: bool = False
     """The runner knows it: a plan carried it as a new request."""
-    blocks_in_use: tuple[int, ...] = field(default=())
-    """The prefix of `block_ids` that the last plan named; kept so that it is cut anew only when it grows."""
 
-    # Set by `Scheduler.update`.
+    # Set by `admission` (a cached prefix) and `Scheduler.update`, cleared when it is preempted.
     computed_tokens: int = 0
     """Known tokens whose KV is written."""
+    published_blocks: int = 0
+    """Leading blocks that were offered to later requests, or came from earlier ones."""
+
+    # Set by `Scheduler.update`.
     first_token_s: float = 0.0
     """When the first generated token came out."""
 
+    _keys: list[bytes] = field(default_factory=list)
+
     @classmethod
-    def from_submit(cls, submit: Submit, *, max_known_tokens: int, num_blocks: int, adapter_on_device: bool) -> Request:
+    def from_submit(
+        cls, submit: Submit, *, sequence: int, max_known_tokens: int, chain_start: bytes, adapter_on_device: bool
+    ) -> Request:
         """Return the request in state WAITING."""
         return cls(
             request_id=submit.request_id,
+            sequence=sequence,
             prompt_tokens=len(submit.prompt_token_ids),
             sampling=submit.sampling,
             adapter=submit.adapter,
             tenant=submit.tenant,
             arrival_s=submit.arrival_s,
             max_known_tokens=max_known_tokens,
-            num_blocks=num_blocks,
+            chain_start=chain_start,
             token_ids=list(submit.prompt_token_ids),
             adapter_on_device=adapter_on_device,
         )
@@ -88,17 +107,52 @@ class Request:
         return len(self.token_ids) - self.prompt_tokens
 
     @property
-    def uncomputed_prompt_tokens(self) -> int:
-        """Prompt tokens whose KV is not yet written."""
-        return max(0, self.prompt_tokens - self.computed_tokens)
+    def left_tokens(self) -> int:
+        """Known tokens whose KV is not yet written; at least 1."""
+        return len(self.token_ids) - self.computed_tokens
+
+    @property
+    def uncomputed_tokens(self) -> int:
+        """Tokens to compute before it generates (again): 0 for one that does."""
+        left = self.left_tokens
+        return 0 if left == 1 and self.generated_tokens else left
+
+    def key(self, block: int, block_tokens: int) -> bytes:
+        """Return the prefix key of one of its blocks, all of whose tokens are known."""
+        keys = self._keys
+        while len(keys) <= block:
+            start = len(keys) * block_tokens
+            previous = keys[-1] if keys else self.chain_start
+            keys.append(next_key(previous, self.token_ids[start : start + block_tokens]))
+        return keys[block]
+
+    def as_new(self) -> NewRequest:
+        """Return what the runner has to know of it."""
+        prompt, answer = self.token_ids[: self.prompt_tokens], self.token_ids[self.prompt_tokens :]
+        return NewRequest(self.request_id, tuple(prompt), self.sampling, tuple(answer))
+
+    def next_step(self, count: int) -> SequenceStep:
+        """Return the step that computes its next `count` known tokens, for which it has blocks."""
+        tokens, start = self.token_ids, self.computed_tokens
+        end = start + count
+        return SequenceStep(
+            self.request_id, tuple(tokens[start:end]), start, self.block_ids, self.adapter_slot, end == len(tokens)
+        )
+
+    def forget_computed(self) -> None:
+        """Become WAITING again, with all known tokens to be computed."""
+        self.adapter_slot = BASE_SLOT
+        self.block_ids = ()
+        self.announced = False
+        self.computed_tokens = self.published_blocks = 0
 
     def finish_reason(self, token_id: int, eos_token_ids: frozenset[int]) -> str:
         """Return why `token_id`, just appended, ends the request: "stop", "length", or "" when it does not.
 
         An end-of-sequence token counts once `min_tokens` tokens stand before it.
         """
-        generated = self.generated_tokens
-        if token_id in eos_token_ids and not self.sampling.ignore_eos and generated > self.sampling.min_tokens:
+        ends = token_id in eos_token_ids and not self.sampling.ignore_eos
+        if ends and self.generated_tokens > self.sampling.min_tokens:
             return "stop"
         return "length" if len(self.token_ids) >= self.max_known_tokens else ""
 
@@ -111,4 +165,5 @@ class Request:
             decode_s=now - self.first_token_s,
             adapter_on_device=self.adapter_on_device,
             adapter_ready_s=self.adapter_ready_s,
+            cached_tokens=self.cached_tokens,
         )

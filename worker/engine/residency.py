@@ -15,15 +15,17 @@ from worker.mailbox import AdapterFile, AdapterOnDevice
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One device slot that holds, or is about to hold, an adapter. Only `Residency` writes it, but for `priority`."""
+    """One device slot that holds, or is about to hold, an adapter. Only `Residency` writes it."""
 
     index: int
     file: AdapterFile
     chunk_ids: tuple[int, ...]
     """Chunks granted while it loads, then those that it occupies."""
     load_started_s: float
-    tenant: str
+    request_id: int
     """Of the request that it is loaded for."""
+    tenant: str
+    """Of that request."""
     loading: bool = True
     in_flight: int = 0
     device_bytes: int = 0
@@ -32,8 +34,6 @@ class Slot:
     """What its load took."""
     uses: int = 0
     """Requests that it served since it came."""
-    priority: float = 0.0
-    """While it is idle: the lowest leaves first. Set by `Memory`."""
 
     @property
     def idle(self) -> bool:
@@ -77,22 +77,21 @@ class Residency:
         """Chunks of idle adapters."""
         return self._idle_chunks
 
-    @property
-    def num_loading(self) -> int:
-        """Slots whose loader has not reported."""
-        return sum([slot.loading for slot in self._by_index.values()])
-
     def find(self, artifact_digest: str) -> Slot | None:
         """Return the slot of an adapter, loading or resident."""
         return self._by_digest.get(artifact_digest)
+
+    def slot(self, index: int) -> Slot:
+        """Return a slot that holds an adapter, loading or resident."""
+        return self._by_index[index]
 
     def idle(self) -> Iterable[Slot]:
         """Return the adapters that may leave."""
         return self._idle.values()
 
-    def take(self, file: AdapterFile, chunk_ids: tuple[int, ...], tenant: str, now: float) -> Slot:
-        """Take a free slot for an adapter that has none and mark it as loading."""
-        slot = Slot(self._free.pop(), file, chunk_ids, now, tenant, device_bytes=file.artifact_bytes)
+    def take(self, file: AdapterFile, chunk_ids: tuple[int, ...], request_id: int, tenant: str, now: float) -> Slot:
+        """Take a free slot for an adapter that has none and mark it as loading, for a request that waits for it."""
+        slot = Slot(self._free.pop(), file, chunk_ids, now, request_id, tenant, device_bytes=file.artifact_bytes)
         self._by_digest[file.artifact_digest] = slot
         self._by_index[slot.index] = slot
         self._used_bytes += slot.device_bytes

@@ -1,8 +1,9 @@
 """The engine's decisions: what runs in the next step, and what its outcome means. Pure: no I/O, time is an argument.
 
-`schedule` makes a step's plan: first one token of every request that is generating, then chunks of prompts, oldest
-admission first, under the prefill budget. `update` (or `fail_step`) takes the outcome. Between them the scheduler owns
-every request: waiting in the queue, or running with its blocks and adapter reference, or gone.
+`schedule` makes a step's plan: running requests grow by the tokens that the budget gives them, then waiting ones are
+admitted into what is left. `update` (or `fail_step`) takes the outcome. Between them the scheduler owns every request:
+waiting in the queue, or running with its blocks and adapter reference, or gone. What ends while a plan is in flight
+keeps its blocks and reference until that plan is answered, since the step may still read and write them.
 """
 
 from __future__ import annotations
@@ -12,13 +13,24 @@ from dataclasses import dataclass
 
 from worker.engine import refusal
 from worker.engine.admission import admit
+from worker.engine.arena import Use
 from worker.engine.config import EngineConfig
+from worker.engine.fairness import TenantCounters
+from worker.engine.growth import Shares, grow, share_prompt_tokens, share_tokens
 from worker.engine.memory import Memory
-from worker.engine.plan import AdapterLoad, NewRequest, SampledTokens, SequenceStep, StepPlan, StepResult
+from worker.engine.plan import (
+    AdapterLoad,
+    NewRequest,
+    SampledTokens,
+    StepPlan,
+    StepResult,
+    sampled_by_request,
+)
+from worker.engine.prefix import chain_start
 from worker.engine.rates import StepRates
 from worker.engine.request import Request
 from worker.engine.residency import Placement
-from worker.engine.waiting import ArrivalQueue, WaitingQueue
+from worker.engine.waiting import WaitingQueue
 from worker.mailbox import EngineStatus, Failure, Output, Position, Submit
 
 
@@ -34,20 +46,26 @@ class Schedule:
 class Scheduler:
     """Owns all requests of one engine."""
 
-    def __init__(self, config: EngineConfig, rates: StepRates, waiting: WaitingQueue | None = None) -> None:
+    def __init__(self, config: EngineConfig, rates: StepRates) -> None:
         self._config = config
         self._rates = rates
-        self._waiting: WaitingQueue = ArrivalQueue() if waiting is None else waiting
-        self._waiting_prompt_tokens = 0
+        self._memory = Memory(config, rates)
+        self._counters = TenantCounters()
+        self._waiting = WaitingQueue(self._counters)
         self._running: dict[int, Request] = {}
-        self._memory = Memory(config)
+        self._in_flight: StepPlan | None = None
+        self._leaving: list[Request] = []  # ended while the plan in flight may still use what they hold
         self._ended: list[int] = []  # known to the runner, which is told with the next plan that succeeds
+        self._sequence = 0
         self._step = 0
+        self._num_preempted = self._num_cached_tokens = 0
 
     @property
     def step(self) -> int:
         """Number of the last plan made, 0 before the first."""
         return self._step
+
+    # Requests come and go.
 
     def submit(self, submit: Submit) -> Failure | None:
         """Queue a request, or return why it can never run. Raises ValueError when its id is in use."""
@@ -58,16 +76,19 @@ class Scheduler:
             problem = refusal.check(submit, self._config)
         if problem is not None:
             return Failure(submit.request_id, *problem)
-        known = refusal.max_known_tokens(submit, self._config)
-        slot = None if submit.adapter is None else self._memory.residency.find(submit.adapter.artifact_digest)
+        digest = None if submit.adapter is None else submit.adapter.artifact_digest
+        slot = None if digest is None else self._memory.residency.find(digest)
+        self._sequence += 1
         request = Request.from_submit(
             submit,
-            max_known_tokens=known,
-            num_blocks=self._config.blocks_for(known - 1),
+            sequence=self._sequence,
+            max_known_tokens=refusal.max_known_tokens(submit, self._config),
+            chain_start=chain_start(self._config.base_identity, digest, submit.tenant),
             adapter_on_device=slot is not None and not slot.loading,
         )
+        self._counters.set_weight(submit.tenant, submit.weight)
         self._waiting.add(request)
-        self._waiting_prompt_tokens += request.prompt_tokens
+        self._counters.forget_absent(self._present_tenants)
         return None
 
     def abort(self, request_ids: Iterable[int]) -> None:
@@ -76,67 +97,7 @@ class Scheduler:
             if request_id in self._running:
                 self._end(self._running[request_id])
             else:
-                self._leave_queue(request_id)
-
-    def adapter_loaded(self, slot_index: int, load: AdapterLoad, seconds: float, now: float) -> None:
-        """Note that a load is done and took `seconds`; requests that wait for it can be admitted from now on."""
-        slot = self._memory.loaded(slot_index, load, seconds)
-        for request in self._waiting_for(slot.file.artifact_digest):
-            request.adapter_on_device = False
-            request.adapter_load_s += now - max(slot.load_started_s, request.arrival_s)
-            request.adapter_ready_s = now - request.arrival_s
-
-    def adapter_failed(self, slot_index: int, problem: refusal.Problem) -> list[Failure]:
-        """Note that a load failed: the slot is free again and all requests that wait for the adapter fail."""
-        slot = self._memory.failed(slot_index)
-        failures = []
-        for request in self._waiting_for(slot.file.artifact_digest):
-            self._leave_queue(request.request_id)
-            failures.append(Failure(request.request_id, *problem))
-        return failures
-
-    def schedule(self, now: float) -> Schedule:
-        """Admit what fits and plan the next step. Every plan must be answered by `update` or `fail_step`."""
-        placements: tuple[Placement, ...] = ()
-        if self._waiting:
-            admission = admit(
-                self._waiting.in_order(),
-                num_running=len(self._running),
-                memory=self._memory,
-                config=self._config,
-                now=now,
-            )
-            placements = admission.placements
-            for request in admission.admitted:
-                self._leave_queue(request.request_id)
-                self._running[request.request_id] = request
-        plan = self._plan() if self._running else None
-        return Schedule(self._memory.take_evicted(), placements, plan)
-
-    def update(self, plan: StepPlan, result: StepResult, seconds: float, now: float) -> list[Output]:
-        """Take a step's outcome: note computed and new tokens, end what is finished. Returns each request's gain.
-
-        Raises ValueError, and changes nothing, when the result does not answer the plan.
-        """
-        sampled = _sampled_by_request(plan, result)
-        self._ended.clear()
-        outputs: list[Output] = []
-        prefill_tokens = decode_tokens = 0
-        for sequence in plan.sequences:
-            request = self._running[sequence.request_id]
-            if request.uncomputed_prompt_tokens:
-                prefill_tokens += len(sequence.token_ids)
-            else:
-                decode_tokens += len(sequence.token_ids)
-            request.computed_tokens = sequence.position + len(sequence.token_ids)
-            if sequence.sample:
-                outputs.append(self._take(request, sampled[sequence.request_id], now))
-        self._rates.add_step(prefill_tokens, decode_tokens, seconds)
-        return outputs
-
-    def fail_step(self, plan: StepPlan, problem: refusal.Problem) -> list[Failure]:
-        """Take a step that raised: all of its requests fail and free what they hold; the others run on."""
-        return self.fail([sequence.request_id for sequence in plan.sequences], problem)
+                self._waiting.remove(request_id)
 
     def fail(self, request_ids: Sequence[int], problem: refusal.Problem) -> list[Failure]:
         """Fail requests, freeing what those that still run hold."""
@@ -145,55 +106,145 @@ class Scheduler:
                 self._end(self._running[request_id])
         return [Failure(request_id, *problem) for request_id in request_ids]
 
+    # Adapters come.
+
+    def adapter_loaded(self, slot_index: int, load: AdapterLoad, seconds: float, now: float) -> None:
+        """Note that a load is done and took `seconds`; requests that wait for it can be admitted from now on."""
+        slot = self._memory.loaded(slot_index, load, seconds)
+        self._counters.charge(slot.tenant, input_tokens=seconds * self._rates.prefill.tokens_per_second)
+        for request in self._waiting.waiting_for(slot.file.artifact_digest):
+            if not request.was_admitted:
+                request.adapter_on_device = False
+                request.adapter_load_s += now - max(slot.load_started_s, request.arrival_s)
+                request.adapter_ready_s = now - request.arrival_s
+
+    def adapter_failed(self, slot_index: int, problem: refusal.Problem) -> list[Failure]:
+        """Note that a load failed: the slot is free again and all requests that wait for the adapter fail."""
+        slot = self._memory.failed(slot_index)
+        failures = []
+        for request in self._waiting.waiting_for(slot.file.artifact_digest):
+            self._waiting.remove(request.request_id)
+            failures.append(Failure(request.request_id, *problem))
+        return failures
+
+    # Steps.
+
+    def schedule(self, now: float) -> Schedule:
+        """Plan the next step. Every plan must be answered by `update` or `fail_step` before the next one is made."""
+        if self._in_flight is not None:
+            raise ValueError(f"the plan of step {self._in_flight.step} has not been answered")
+        shares, budget = share_tokens(self._running.values(), self._config, self._skip_cached)
+        shares, short = self._grow(shares)
+        placements: tuple[Placement, ...] = ()
+        if self._waiting and not short:
+            admission = admit(self._waiting, tuple(self._running.values()), self._memory, self._config, now)
+            placements = admission.placements
+            for request in admission.admitted:
+                self._admit(request)
+            if admission.admitted:
+                more: Shares = []
+                share_prompt_tokens(admission.admitted, budget, more, self._skip_cached)
+                more, short = self._grow(more)
+                shares += more
+                if short:
+                    shares = [share for share in shares if share[0].request_id in self._running]
+        self._in_flight = self._plan(shares) if shares else None
+        return Schedule(self._memory.take_evicted(), placements, self._in_flight)
+
+    def update(self, plan: StepPlan, result: StepResult, seconds: float, now: float) -> list[Output]:
+        """Take a step's outcome: note computed and new tokens, end what is finished. Returns each request's gain.
+
+        Raises ValueError, and changes nothing, when the result does not answer the plan.
+        """
+        sampled = sampled_by_request(plan, result)
+        self._answered(plan)
+        del self._ended[: len(plan.ended_request_ids)]
+        outputs: list[Output] = []
+        prefill_tokens = decode_tokens = 0
+        block_tokens = self._config.block_tokens
+        for sequence in plan.sequences:
+            request = self._running.get(sequence.request_id)
+            count = len(sequence.token_ids)
+            if sequence.sample and count == 1:
+                decode_tokens += 1
+            else:
+                prefill_tokens += count
+            if request is None:
+                continue  # aborted while the step ran
+            request.computed_tokens = computed = sequence.position + count
+            is_full = computed >= (request.published_blocks + 1) * block_tokens
+            if is_full and request.request_id not in result.broken_request_ids:
+                self._memory.publish(request)
+            if sequence.sample:
+                outputs.append(self._take(request, sampled[sequence.request_id], now))
+        self._rates.add_step(prefill_tokens, decode_tokens, seconds)
+        return outputs
+
+    def fail_step(self, plan: StepPlan, problem: refusal.Problem) -> list[Failure]:
+        """Take a step that raised: all of its requests fail and free what they hold; the others run on."""
+        self._answered(plan)
+        return self.fail([s.request_id for s in plan.sequences if s.request_id in self._running], problem)
+
     def status(self) -> EngineStatus:
         """Return what the engine tells of itself."""
-        queued = sum([request.uncomputed_prompt_tokens for request in self._running.values()])
+        arena = self._memory.arena
+        queued = sum([request.uncomputed_tokens for request in self._running.values()])
         return EngineStatus(
             running_requests=len(self._running),
             waiting_requests=len(self._waiting),
-            queued_prefill_tokens=self._waiting_prompt_tokens + queued,
+            queued_prefill_tokens=self._waiting.uncomputed_tokens + queued,
             free_blocks=self._memory.available(),
             prefill_tokens_per_second=self._rates.prefill.tokens_per_second,
             decode_tokens_per_second=self._rates.decode.tokens_per_second,
             adapters=self._memory.residency.view(),
+            kv_blocks=arena.count(Use.KV),
+            adapter_chunks=arena.count(Use.ADAPTER),
+            prefix_blocks=arena.count(Use.IDLE_PREFIX),
+            num_preempted=self._num_preempted,
+            num_cached_tokens=self._num_cached_tokens,
         )
 
-    def _plan(self) -> StepPlan:
+    def _grow(self, shares: Shares) -> tuple[Shares, bool]:
+        growth = grow(shares, self._running.values(), self._memory, self._config, self._priority, self._preempt)
+        return growth.shares, growth.short
+
+    def _priority(self, request: Request) -> tuple[float, int]:
+        return (self._counters.counter(request.tenant), request.sequence)
+
+    def _admit(self, request: Request) -> None:
+        self._waiting.remove(request.request_id)
+        self._running[request.request_id] = request
+        if not request.was_admitted:
+            request.was_admitted = True
+            self._counters.charge(request.tenant, input_tokens=request.prompt_tokens)
+            self._count_cached(request, request.computed_tokens)
+
+    def _skip_cached(self, request: Request) -> None:
+        """Take what others have computed of a request's next tokens: they began with it before and are ahead."""
+        self._count_cached(request, self._memory.skip_prefix(request))
+
+    def _count_cached(self, request: Request, tokens: int) -> None:
+        if tokens and not request.generated_tokens:
+            request.cached_tokens += tokens
+            self._num_cached_tokens += tokens
+            self._counters.charge(request.tenant, input_tokens=-tokens)
+
+    def _preempt(self, request: Request) -> None:
+        """Make a running request wait again, with all it knows and nothing computed."""
+        self._end(request)
+        request.forget_computed()
+        self._waiting.add(request)
+        self._num_preempted += 1
+
+    def _plan(self, shares: Shares) -> StepPlan:
         self._step += 1
         new: list[NewRequest] = []
-        sequences: list[SequenceStep] = []
-        prefilling: list[Request] = []
-        for request in self._running.values():
-            if request.computed_tokens < request.prompt_tokens:
-                prefilling.append(request)
-            else:
-                sequences.append(self._sequence(request, len(request.token_ids) - request.computed_tokens))
-        budget = self._config.max_prefill_tokens
-        for request in prefilling:
-            if not budget:
-                break
-            count = min(budget, len(request.token_ids) - request.computed_tokens)
-            budget -= count
+        for request, _ in shares:
             if not request.announced:
                 request.announced = True
-                new.append(NewRequest(request.request_id, tuple(request.token_ids), request.sampling))
-            sequences.append(self._sequence(request, count))
-        return StepPlan(self._step, tuple(new), tuple(sequences), tuple(self._ended))
-
-    def _sequence(self, request: Request, count: int) -> SequenceStep:
-        start = request.computed_tokens
-        end = start + count
-        num_blocks = self._config.blocks_for(end)
-        if num_blocks != len(request.blocks_in_use):
-            request.blocks_in_use = request.block_ids[:num_blocks]
-        return SequenceStep(
-            request.request_id,
-            tuple(request.token_ids[start:end]),
-            start,
-            request.blocks_in_use,
-            request.adapter_slot,
-            end == len(request.token_ids),
-        )
+                new.append(request.as_new())
+        sequences = tuple([request.next_step(count) for request, count in shares])
+        return StepPlan(self._step, tuple(new), sequences, tuple(self._ended))
 
     def _take(self, request: Request, sampled: SampledTokens, now: float) -> Output:
         first = not request.generated_tokens
@@ -207,42 +258,41 @@ class Scheduler:
             finish = request.finish_reason(token_id, self._config.eos_token_ids)
             if finish:
                 break
+        self._counters.charge(request.tenant, output_tokens=taken)
         if finish:
             self._end(request)
         return Output(
             request.request_id,
             sampled.token_ids[:taken],
-            tuple([Position(entry.logprob, entry.top) for entry in sampled.logprobs[:taken]]),
+            tuple([Position(entry.logprob, entry.top) for entry in sampled.logprobs[:taken]])
+            if sampled.logprobs
+            else (),
             finish,
             request.timing(now) if finish or first else None,
         )
 
-    def _waiting_for(self, artifact_digest: str) -> list[Request]:
-        return [
-            request
-            for request in self._waiting.in_order()
-            if request.adapter is not None and request.adapter.artifact_digest == artifact_digest
-        ]
-
-    def _leave_queue(self, request_id: int) -> None:
-        request = self._waiting.remove(request_id)
-        if request is not None:
-            self._waiting_prompt_tokens -= request.prompt_tokens
-
     def _end(self, request: Request) -> None:
         del self._running[request.request_id]
+        if request.announced:
+            self._ended.append(request.request_id)
+        if self._in_flight is None:
+            self._release(request)
+        else:
+            self._leaving.append(request)
+
+    def _release(self, request: Request) -> None:
         self._memory.drop_blocks(request.block_ids)
         if request.adapter is not None:
             self._memory.release(request.adapter_slot)
-        if request.announced:
-            self._ended.append(request.request_id)
 
+    def _answered(self, plan: StepPlan) -> None:
+        """Note that a plan is no longer in flight; what ended meanwhile is given back."""
+        if plan is not self._in_flight:
+            raise ValueError(f"step {plan.step} is not in flight")
+        self._in_flight = None
+        for request in self._leaving:
+            self._release(request)
+        self._leaving.clear()
 
-def _sampled_by_request(plan: StepPlan, result: StepResult) -> dict[int, SampledTokens]:
-    sampled = {entry.request_id: entry for entry in result.sampled}
-    expected = {sequence.request_id for sequence in plan.sequences if sequence.sample}
-    if result.step != plan.step or sampled.keys() != expected or len(sampled) != len(result.sampled):
-        raise ValueError(f"the runner's result does not answer the plan of step {plan.step}")
-    if not all(entry.token_ids for entry in result.sampled):
-        raise ValueError(f"the runner sampled no token for a request of step {plan.step}")
-    return sampled
+    def _present_tenants(self) -> set[str]:
+        return {*self._waiting.tenants(), *[request.tenant for request in self._running.values()]}

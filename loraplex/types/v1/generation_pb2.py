@@ -26,17 +26,17 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from loraplex.types.v1 import trace_pb2 as loraplex_dot_types_dot_v1_dot_trace__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"loraplex/types/v1/generation.proto\x12\x11loraplex.types.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1dloraplex/types/v1/trace.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"=\n\tChatInput\x12\x30\n\x08messages\x18\x01 \x03(\x0b\x32\x1e.loraplex.types.v1.ChatMessage\"\x1f\n\nTokenInput\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"@\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\"q\n\x10PositionLogprobs\x12/\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x1f.loraplex.types.v1.TokenLogprob\x12,\n\x03top\x18\x02 \x03(\x0b\x32\x1f.loraplex.types.v1.TokenLogprob\"n\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x35\n\x08logprobs\x18\x04 \x03(\x0b\x32#.loraplex.types.v1.PositionLogprobs\"z\n\x0e\x43hoiceFinished\x12\r\n\x05index\x18\x01 \x01(\r\x12/\n\x06reason\x18\x02 \x01(\x0e\x32\x1f.loraplex.types.v1.FinishReason\x12\x18\n\x0bstop_string\x18\x03 \x01(\tH\x00\x88\x01\x01\x42\x0e\n\x0c_stop_string\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\xdf\x02\n\x0cServingFacts\x12\x13\n\x0b\x62\x61se_digest\x18\x01 \x01(\t\x12\x16\n\x0eversion_digest\x18\x02 \x01(\t\x12\x17\n\x0f\x61rtifact_digest\x18\x03 \x01(\t\x12\x30\n\x08tier_hit\x18\x04 \x01(\x0e\x32\x1e.loraplex.types.v1.AdapterTier\x12-\n\nqueue_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x34\n\x11\x61\x64\x61pter_load_time\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0cprefill_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0b\x64\x65\x63ode_time\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\tworker_id\x18\t \x01(\t\"\x8b\x01\n\x08\x46inished\x12\'\n\x05usage\x18\x01 \x01(\x0b\x32\x18.loraplex.types.v1.Usage\x12.\n\x05\x66\x61\x63ts\x18\x02 \x01(\x0b\x32\x1f.loraplex.types.v1.ServingFacts\x12&\n\x05spans\x18\x03 \x03(\x0b\x32\x17.loraplex.types.v1.Span*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*\x8b\x01\n\x0b\x41\x64\x61pterTier\x12\x1c\n\x18\x41\x44\x41PTER_TIER_UNSPECIFIED\x10\x00\x12\x17\n\x13\x41\x44\x41PTER_TIER_DEVICE\x10\x01\x12\x15\n\x11\x41\x44\x41PTER_TIER_HOST\x10\x02\x12\x15\n\x11\x41\x44\x41PTER_TIER_DISK\x10\x03\x12\x17\n\x13\x41\x44\x41PTER_TIER_SOURCE\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"loraplex/types/v1/generation.proto\x12\x11loraplex.types.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1dloraplex/types/v1/trace.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"=\n\tChatInput\x12\x30\n\x08messages\x18\x01 \x03(\x0b\x32\x1e.loraplex.types.v1.ChatMessage\"\x1f\n\nTokenInput\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"@\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\"q\n\x10PositionLogprobs\x12/\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x1f.loraplex.types.v1.TokenLogprob\x12,\n\x03top\x18\x02 \x03(\x0b\x32\x1f.loraplex.types.v1.TokenLogprob\"n\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x35\n\x08logprobs\x18\x04 \x03(\x0b\x32#.loraplex.types.v1.PositionLogprobs\"z\n\x0e\x43hoiceFinished\x12\r\n\x05index\x18\x01 \x01(\r\x12/\n\x06reason\x18\x02 \x01(\x0e\x32\x1f.loraplex.types.v1.FinishReason\x12\x18\n\x0bstop_string\x18\x03 \x01(\tH\x00\x88\x01\x01\x42\x0e\n\x0c_stop_string\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xdf\x02\n\x0cServingFacts\x12\x13\n\x0b\x62\x61se_digest\x18\x01 \x01(\t\x12\x16\n\x0eversion_digest\x18\x02 \x01(\t\x12\x17\n\x0f\x61rtifact_digest\x18\x03 \x01(\t\x12\x30\n\x08tier_hit\x18\x04 \x01(\x0e\x32\x1e.loraplex.types.v1.AdapterTier\x12-\n\nqueue_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x34\n\x11\x61\x64\x61pter_load_time\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0cprefill_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0b\x64\x65\x63ode_time\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\tworker_id\x18\t \x01(\t\"\x8b\x01\n\x08\x46inished\x12\'\n\x05usage\x18\x01 \x01(\x0b\x32\x18.loraplex.types.v1.Usage\x12.\n\x05\x66\x61\x63ts\x18\x02 \x01(\x0b\x32\x1f.loraplex.types.v1.ServingFacts\x12&\n\x05spans\x18\x03 \x03(\x0b\x32\x17.loraplex.types.v1.Span*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*\x8b\x01\n\x0b\x41\x64\x61pterTier\x12\x1c\n\x18\x41\x44\x41PTER_TIER_UNSPECIFIED\x10\x00\x12\x17\n\x13\x41\x44\x41PTER_TIER_DEVICE\x10\x01\x12\x15\n\x11\x41\x44\x41PTER_TIER_HOST\x10\x02\x12\x15\n\x11\x41\x44\x41PTER_TIER_DISK\x10\x03\x12\x17\n\x13\x41\x44\x41PTER_TIER_SOURCE\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'loraplex.types.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1234
-  _globals['_FINISHREASON']._serialized_end=1329
-  _globals['_ADAPTERTIER']._serialized_start=1332
-  _globals['_ADAPTERTIER']._serialized_end=1471
+  _globals['_FINISHREASON']._serialized_start=1257
+  _globals['_FINISHREASON']._serialized_end=1352
+  _globals['_ADAPTERTIER']._serialized_start=1355
+  _globals['_ADAPTERTIER']._serialized_end=1494
   _globals['_CHATMESSAGE']._serialized_start=120
   _globals['_CHATMESSAGE']._serialized_end=164
   _globals['_CHATINPUT']._serialized_start=166
@@ -52,9 +52,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHOICEFINISHED']._serialized_start=555
   _globals['_CHOICEFINISHED']._serialized_end=677
   _globals['_USAGE']._serialized_start=679
-  _globals['_USAGE']._serialized_end=736
-  _globals['_SERVINGFACTS']._serialized_start=739
-  _globals['_SERVINGFACTS']._serialized_end=1090
-  _globals['_FINISHED']._serialized_start=1093
-  _globals['_FINISHED']._serialized_end=1232
+  _globals['_USAGE']._serialized_end=759
+  _globals['_SERVINGFACTS']._serialized_start=762
+  _globals['_SERVINGFACTS']._serialized_end=1113
+  _globals['_FINISHED']._serialized_start=1116
+  _globals['_FINISHED']._serialized_end=1255
 # @@protoc_insertion_point(module_scope)

@@ -299,9 +299,9 @@ class WatchStatusResponse(_message.Message):
     decode_tokens_per_second: _builtins.float
     """Measured decode speed over all requests in tokens per second; never 0 when serving."""
     free_blocks: _builtins.int
-    """Free KV blocks."""
+    """Blocks of memory that requests can have: free ones, and those of idle adapters and prefixes."""
     total_blocks: _builtins.int
-    """All KV blocks."""
+    """All blocks of memory. Each holds the keys and values of `block_tokens` tokens, or a part of an adapter."""
     block_tokens: _builtins.int
     """Tokens of one KV block."""
     max_context_tokens: _builtins.int

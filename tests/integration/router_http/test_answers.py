@@ -32,6 +32,8 @@ async def test_chat_answers_under_the_asked_name(client: openai.AsyncOpenAI, wor
     assert choice.logprobs is None
     assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (5, 3, 8)
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 4
     (request,) = worker.requests
     assert [(turn.role, turn.content) for turn in request.chat.messages] == [("user", "Hi")]
     assert request.sampling.max_tokens == 9

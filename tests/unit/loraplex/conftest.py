@@ -77,7 +77,7 @@ class FakeCluster(
                 choice_finished=generation_pb2.ChoiceFinished(index=index, reason=generation_pb2.FINISH_REASON_STOP)
             )
         finished = generation_pb2.Finished()
-        finished.usage.prompt_tokens, finished.usage.completion_tokens = 3, 4
+        finished.usage.prompt_tokens, finished.usage.completion_tokens, finished.usage.cached_tokens = 3, 4, 2
         finished.facts.base_digest, finished.facts.worker_id = "b" * 64, "w0"
         finished.facts.artifact_digest, finished.facts.version_digest = "a" * 64, "f" * 64
         finished.facts.tier_hit = generation_pb2.ADAPTER_TIER_DISK

@@ -51,6 +51,26 @@ def test_what_the_engine_does_not_run_is_waiting():
     assert (status.prefill_tokens_per_second, status.free_blocks) == (900.0, 5)
 
 
+def test_memory_is_told_by_use_and_empty_without_an_engine():
+    engine = EngineStatus(
+        3,
+        1,
+        40,
+        5,
+        900.0,
+        90.0,
+        (),
+        kv_blocks=7,
+        adapter_chunks=3,
+        prefix_blocks=2,
+        num_preempted=1,
+        num_cached_tokens=9,
+    )
+    for status, told in ((whole(engine), (7, 3, 2, 1, 9)), (whole(None), (0, 0, 0, 0, 0))):
+        of_memory = (status.kv_blocks, status.adapter_chunks, status.prefix_blocks)
+        assert (*of_memory, status.num_preempted, status.num_cached_tokens) == told
+
+
 def test_requests_that_the_engine_has_yet_to_drop_do_not_make_a_negative_queue():
     assert whole(EngineStatus(3, 0, 0, 5, 900.0, 90.0, ()), active=1).waiting_requests == 0
 

@@ -94,7 +94,7 @@ def test_generate_in_json_is_one_object(run):
         "stop_string": None,
         "logprobs": [],
     }
-    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 4}
+    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "cached_tokens": 2}
     assert answer["facts"]["tier_hit"] == "disk"
     assert answer["time_to_first_token_s"] > 0
 

@@ -68,6 +68,8 @@ class Driver:
         prompt: int | tuple[int, ...] = 3,
         max_tokens: int = 4,
         adapter: str | AdapterFile | None = None,
+        tenant: str = "default",
+        weight: float = 1.0,
         **sampling: object,
     ) -> int:
         request_id = self.next_id
@@ -78,7 +80,15 @@ class Driver:
         self.adapters[request_id] = file
         self.tokens[request_id] = []
         failure = self.scheduler.submit(
-            Submit(request_id, tokens, Sampling(max_tokens=max_tokens, **sampling), file, "default", self.now)  # type: ignore[arg-type]
+            Submit(
+                request_id,
+                tokens,
+                Sampling(max_tokens=max_tokens, **sampling),  # type: ignore[arg-type]
+                file,
+                tenant,
+                self.now,
+                weight,
+            )
         )
         if failure is not None:
             self._fail(failure)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from tests.unit.worker.engine.driver import Driver
 from worker.engine.plan import AdapterLoad
 
@@ -18,16 +20,35 @@ def waiting(driver: Driver) -> int:
     return driver.scheduler.status().waiting_requests
 
 
-def test_requests_wait_while_memory_is_reserved_and_start_when_it_is_free(drive: Drive) -> None:
-    driver = drive(total_blocks=8)  # 4 tokens each: two requests of 3 + 14 - 1 tokens
-    ids = [driver.submit(prompt=3, max_tokens=14) for _ in range(3)]
+def test_requests_wait_while_prompts_need_the_memory_and_start_when_it_is_free(drive: Drive) -> None:
+    driver = drive(total_blocks=8)  # 4 tokens each: two prompts of 3 blocks and one more block for the first to grow
+    ids = [driver.submit(prompt=12, max_tokens=14) for _ in range(3)]
     driver.step()
     assert (running(driver), waiting(driver)) == (2, 1)
-    assert driver.scheduler.status().free_blocks == 0
     driver.abort(ids[0])
     driver.step()
     assert (running(driver), waiting(driver)) == (2, 0)
     driver.run_until_idle()
+
+
+def test_answers_take_blocks_as_they_grow(drive: Drive) -> None:
+    driver = drive(total_blocks=8)
+    driver.submit(prompt=3, max_tokens=12)
+    for blocks in [1, 1, 2, 2, 2, 2, 3]:
+        driver.step()
+        assert driver.scheduler.status().kv_blocks == blocks
+
+
+def test_a_request_is_admitted_only_beside_what_running_prompts_still_need(drive: Drive) -> None:
+    driver = drive(total_blocks=8, max_prefill_tokens=4)
+    driver.submit(prompt=24, max_tokens=2)  # will need 6 blocks, has 1
+    driver.step()
+    late = driver.submit(prompt=8, max_tokens=2)
+    driver.step()
+    assert (running(driver), waiting(driver)) == (1, 1)
+    driver.run_until_idle()
+    assert late in driver.finished
+    assert driver.scheduler.status().num_preempted == 0
 
 
 def test_no_more_than_max_running_requests_run(drive: Drive) -> None:
@@ -99,7 +120,7 @@ def test_a_large_request_is_overtaken_by_small_ones_only_until_it_has_aged(drive
     driver = drive(total_blocks=8, max_adapter_wait_s=1.0)
     driver.submit(prompt=3, max_tokens=10)  # 3 blocks
     driver.step()
-    large = driver.submit(prompt=20, max_tokens=13)  # all 8
+    large = driver.submit(prompt=30, max_tokens=3)  # all 8
     small = driver.submit(prompt=3, max_tokens=2)
     driver.step()
     assert small in driver.first_step
@@ -115,7 +136,7 @@ def test_a_stream_of_small_requests_does_not_starve_a_large_one(drive: Drive) ->
     driver = drive(total_blocks=8, max_adapter_wait_s=1.0)
     driver.submit(prompt=3, max_tokens=10)
     driver.step()
-    large = driver.submit(prompt=20, max_tokens=13)
+    large = driver.submit(prompt=30, max_tokens=3)
     for _ in range(200):
         driver.submit(prompt=3, max_tokens=6)
         driver.step(seconds=0.05)
@@ -173,7 +194,7 @@ def test_an_adapter_in_flight_keeps_its_slot_and_the_next_waits_for_it(drive: Dr
 
 def test_the_adapter_of_an_earlier_waiter_is_not_evicted_for_a_later_one(drive: Drive) -> None:
     driver = drive(max_resident_adapters=1, total_blocks=8)
-    driver.submit(prompt=3, max_tokens=30)  # takes all memory
+    driver.submit(prompt=28, max_tokens=3)  # takes all memory but what it may grow by
     driver.submit(adapter="a")
     driver.step()
     driver.finish_loads()
@@ -262,3 +283,94 @@ def test_status_tells_the_adapters(drive: Drive) -> None:
     driver.step()
     told = {a.artifact_digest: (a.loading, a.in_flight, a.device_bytes) for a in driver.scheduler.status().adapters}
     assert told == {"a": (False, 1, 1), "bb": (True, 0, 100)}
+
+
+def test_an_aged_waiter_goes_first_and_nobody_gets_a_slot_before_it(drive: Drive) -> None:
+    driver = drive(max_resident_adapters=1, max_adapter_wait_s=1.0)
+    driver.submit(adapter="a", max_tokens=12)
+    driver.step()
+    driver.finish_loads()
+    driver.step()
+    first = driver.submit(adapter="b", max_tokens=2)
+    driver.submit(adapter="a", max_tokens=2)
+    driver.step()  # overtakes b
+    driver.now += 1.0
+    driver.submit(adapter="c", max_tokens=2, tenant="new")  # has had nothing: it would stand before b
+    while driver.started_loads == ["a"]:
+        driver.step()
+    assert driver.started_loads == ["a", "b"]
+    driver.run_until_idle()
+    assert first in driver.finished
+
+
+def test_adapters_share_the_arena_with_kv_blocks(drive: Drive) -> None:
+    driver = drive(total_blocks=8, chunk_bytes=10, adapter_chunk_bytes=10, adapter_floor=0.0)
+    driver.submit(adapter=driver.file("a", 30), max_tokens=2)  # 4 chunks are granted, its one byte needs 1
+    driver.step()
+    assert driver.scheduler.status().adapter_chunks == 4
+    driver.finish_loads()
+    assert driver.scheduler.status().adapter_chunks == 1
+    driver.run_until_idle()
+    assert driver.scheduler.status().free_blocks == 8
+    driver.submit(prompt=30, max_tokens=2)  # all 8
+    driver.run_until_idle()
+    assert driver.scheduler.status().adapter_chunks == 0
+    assert driver.runner.adapters == {}
+
+
+def test_an_adapter_waits_for_chunks_that_running_requests_hold(drive: Drive) -> None:
+    driver = drive(total_blocks=8, chunk_bytes=10, adapter_chunk_bytes=10)
+    driver.submit(prompt=20, max_tokens=4)
+    driver.step()
+    cold = driver.submit(adapter=driver.file("a", 20))  # 3 chunks, 2 can be had beside the running one's next
+    driver.step()
+    assert driver.started_loads == []
+    driver.run_until_idle()
+    assert cold in driver.finished
+
+
+@pytest.mark.parametrize(
+    ("bytes_", "prompt", "reason"), [(61, 3, "TOO_LARGE"), (60, 5, "PROMPT_TOO_LONG"), (60, 4, None), (50, 5, None)]
+)
+def test_an_adapter_and_a_prompt_must_fit_the_arena_together(
+    drive: Drive, bytes_: int, prompt: int, reason: str | None
+) -> None:
+    driver = drive(total_blocks=8, chunk_bytes=10, adapter_chunk_bytes=10)
+    asked = driver.submit(prompt=prompt, max_tokens=60, adapter=driver.file("a", bytes_))
+    if reason is None:
+        driver.run_until_idle()
+        capacity = (8 - bytes_ // 10 - 1) * 4
+        assert len(driver.tokens[asked]) == capacity + 1 - prompt  # the answer ends with the context that is left
+    else:
+        assert driver.failed[asked].reason == reason
+
+
+def test_batches_of_several_adapters_are_bounded_by_the_mixed_batch_ratio(drive: Drive) -> None:
+    driver = drive(max_running_requests=8, mixed_batch_ratio=0.5, max_prefill_tokens=64)
+    for _ in range(5):
+        driver.submit(adapter="a", max_tokens=9)
+    driver.step()
+    driver.finish_loads()
+    driver.step()
+    other = driver.submit(adapter="b", max_tokens=3)
+    driver.step()
+    driver.finish_loads()
+    for _ in range(9):
+        driver.submit(adapter="a", max_tokens=3)
+    driver.step()
+    assert running(driver) == 8  # of one adapter, all may run
+    assert other not in driver.first_step
+    while driver.live:
+        driver.step(seconds=0.5)
+        used = {r.adapter.artifact_digest for r in driver.scheduler._running.values() if r.adapter is not None}
+        assert running(driver) <= (4 if len(used) > 1 else 8)
+    assert other in driver.finished
+
+
+def test_an_adapter_is_used_before_the_next_tenant_s_pushes_it_out(drive: Drive) -> None:
+    """A load is charged, so the other tenant comes first as soon as it is done; both would load for ever."""
+    driver = drive(max_resident_adapters=1)
+    ids = [driver.submit(adapter="a", tenant="t"), driver.submit(adapter="b", tenant="u")]
+    driver.run_until_idle(max_steps=50)
+    assert driver.started_loads == ["a", "b"]
+    assert set(ids) == set(driver.finished)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ from worker.mailbox import MAX_FRAME_BYTES, Shutdown
 class Running:
     """An engine loop on a thread of this process."""
 
-    def __init__(self, runner: FakeRunner, **limits: int) -> None:
+    def __init__(self, runner: FakeRunner, **limits: Any) -> None:
         front, back = socket.socketpair()
         self.client = Client(front)
         self.runner = runner
@@ -39,7 +40,7 @@ class Running:
             total_blocks=runner.total_blocks,
             chunk_bytes=runner.chunk_bytes,
             adapter_chunk_bytes=runner.adapter_chunk_bytes,
-            **{"max_running_requests": 8, "max_prefill_tokens": 64, "max_resident_adapters": 2} | limits,
+            **{"max_running_requests": 8, "max_prefill_tokens": 64, "max_resident_adapters": 2, **limits},
         )
         self._inbox = Inbox(back)
         self._loader = Loader(runner.prepare_adapter, self._inbox.wake)

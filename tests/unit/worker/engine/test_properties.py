@@ -1,19 +1,70 @@
-"""Any sequence of submit, abort, load and step: nothing leaks or is owned twice, everything ends once, rightly."""
+"""Any sequence of submit, abort, load, step, failure: nothing leaks or has two owners, everything ends once, rightly.
+
+Memory is so short that requests are preempted, idle adapters and prefixes evicted, and prefixes reused all the time;
+the fake runner checks what every chunk holds.
+"""
 
 from __future__ import annotations
 
+import random
 import tempfile
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.fake_runner import expected_tokens
 from tests.unit.worker.engine.driver import Driver
+from worker.engine.arena import Use
 
 SIZES = {"a": 10, "b": 20, "c": 30, "d": 10, "e": 40, "f": 50}
 adapters = st.none() | st.sampled_from(sorted(SIZES))
+
+
+def check_ownership(driver: Driver) -> None:
+    """Every chunk has the owners that hold it, and no other; every count is right."""
+    scheduler, config = driver.scheduler, driver.config
+    memory, running = scheduler._memory, scheduler._running.values()
+    arena, residency = memory.arena, memory.residency
+    kv = Counter(block for request in running for block in request.block_ids)
+    of_adapters = [chunk for slot in residency._by_index.values() for chunk in slot.chunk_ids]
+    idle = [chunk for chunk in memory._prefixes._blocks if memory._prefixes.is_idle(chunk)]
+    held = [*kv, *of_adapters, *idle]
+    assert len(set(held)) == len(held)
+    assert len(held) + arena.free == config.total_blocks
+    assert (len(kv), len(of_adapters), len(idle)) == tuple(
+        arena.count(use) for use in (Use.KV, Use.ADAPTER, Use.IDLE_PREFIX)
+    )
+    assert all(arena._references[block] == count for block, count in kv.items())
+    assert len(running) <= config.max_running_requests
+    assert residency.free_slots + len(residency.view()) == config.max_resident_adapters
+    assert residency.used_bytes == sum(a.device_bytes for a in residency.view())
+    assert residency.idle_chunks == sum(len(slot.chunk_ids) for slot in residency._by_index.values() if slot.idle)
+    for adapter in residency.view():
+        slot = residency.find(adapter.artifact_digest)
+        assert slot is not None
+        users = [r for r in running if r.adapter_slot == slot.index]
+        assert adapter.in_flight == len(users)
+        assert all(r.adapter is not None and r.adapter.artifact_digest == adapter.artifact_digest for r in users)
+    waiting = list(scheduler._waiting.in_order())
+    assert not any(r.block_ids or r.computed_tokens for r in waiting)
+    assert {r.request_id for r in [*running, *waiting]} == set(driver.live)
+    assert scheduler.status().queued_prefill_tokens == sum(r.uncomputed_tokens for r in [*running, *waiting])
+
+
+def check_answers(driver: Driver) -> None:
+    """Every request ended once, and what finished has the tokens it would have had alone."""
+    ends = [set(driver.finished), set(driver.failed), driver.aborted]
+    assert sum(len(end) for end in ends) == len(driver.prompts) == len(set.union(*ends))
+    for request_id in driver.finished:
+        file = driver.adapters[request_id]
+        adapter = b"" if file is None else (driver.folder / file.artifact_digest).read_bytes()
+        got = driver.tokens[request_id]
+        assert got == expected_tokens(driver.prompts[request_id], len(got), adapter=adapter)
 
 
 class Engine(RuleBasedStateMachine):
@@ -31,14 +82,23 @@ class Engine(RuleBasedStateMachine):
             adapter_chunk_bytes=15,
             max_context_tokens=48,
             max_prefill_tokens=7,
+            adapter_floor=0.2,
         )
         for name, size in SIZES.items():
             (Path(self.folder.name) / name).write_bytes(name.encode() * size)
 
-    @rule(prompt=st.integers(0, 50), max_tokens=st.integers(0, 60), adapter=adapters)
-    def submit(self, prompt: int, max_tokens: int, adapter: str | None) -> None:
+    @rule(
+        prompt=st.integers(0, 50),
+        max_tokens=st.integers(0, 60),
+        adapter=adapters,
+        same=st.booleans(),
+        tenant=st.sampled_from(["t", "u"]),
+        weight=st.sampled_from([1.0, 3.0]),
+    )
+    def submit(self, prompt: int, max_tokens: int, adapter: str | None, same: bool, tenant: str, weight: float) -> None:
         file = None if adapter is None else self.driver.file(adapter, SIZES[adapter])
-        self.driver.submit(prompt=prompt, max_tokens=max_tokens, adapter=file)
+        text: Any = tuple(range(1, prompt + 1)) if same else prompt  # equal beginnings, or not
+        self.driver.submit(text, max_tokens, file, tenant, weight)
 
     @precondition(lambda self: self.driver.prompts)
     @rule(data=st.data())
@@ -66,30 +126,14 @@ class Engine(RuleBasedStateMachine):
         self.driver.fail_next_step = False
 
     @invariant()
-    def what_is_held_is_what_running_requests_hold(self) -> None:
-        scheduler = self.driver.scheduler
-        running = scheduler._running.values()
-        memory, config = scheduler._memory, self.driver.config
-        held = [block for request in running for block in request.block_ids]
-        held += [chunk for slot in memory.residency._by_index.values() for chunk in slot.chunk_ids]
-        assert len(set(held)) == len(held)
-        assert len(held) + memory.arena.free == config.total_blocks
-        assert len(running) <= self.driver.config.max_running_requests
-        residency = memory.residency
-        assert residency.free_slots + len(residency.view()) == self.driver.config.max_resident_adapters
-        assert residency.used_bytes == sum(a.device_bytes for a in residency.view()) <= 60
+    def what_is_held_is_what_running_requests_and_adapters_hold(self) -> None:
+        check_ownership(self.driver)
+        residency = self.driver.scheduler._memory.residency
+        assert residency.used_bytes <= 60
         for adapter in residency.view():
             slot = residency.find(adapter.artifact_digest)
             assert slot is not None
-            users = [r for r in running if r.adapter_slot == slot.index]
-            assert adapter.in_flight == len(users)
-            assert all(r.adapter is not None and r.adapter.artifact_digest == adapter.artifact_digest for r in users)
             assert adapter.loading == (slot.index in self.driver.loading)
-        live = {r.request_id for r in running} | {r.request_id for r in scheduler._waiting.in_order()}
-        assert live == set(self.driver.live)
-        assert scheduler.status().queued_prefill_tokens == scheduler._waiting_prompt_tokens + sum(
-            r.uncomputed_prompt_tokens for r in running
-        )
 
     @invariant()
     def the_first_in_order_never_waits_for_nothing(self) -> None:
@@ -109,13 +153,7 @@ class Engine(RuleBasedStateMachine):
             assert (status.running_requests, status.waiting_requests, status.queued_prefill_tokens) == (0, 0, 0)
             assert status.free_blocks == driver.config.total_blocks
             assert not any(adapter.in_flight or adapter.loading for adapter in status.adapters)
-            ends = [set(driver.finished), set(driver.failed), driver.aborted]
-            assert sum(len(end) for end in ends) == len(driver.prompts) == len(set.union(*ends))
-            for request_id in driver.finished:
-                file = driver.adapters[request_id]
-                adapter = b"" if file is None else (driver.folder / file.artifact_digest).read_bytes()
-                got = driver.tokens[request_id]
-                assert got == expected_tokens(driver.prompts[request_id], len(got), adapter=adapter)
+            check_answers(driver)
             driver.submit()
             driver.run_until_idle()  # also tells the runner of the last ends
             driver.submit()
@@ -129,3 +167,57 @@ TestEngine = Engine.TestCase
 TestEngine.settings = settings(
     max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_10_000_random_operations_leak_nothing_and_end_everything(tmp_path: Path, seed: int) -> None:
+    """One long life on a small device: nothing fails while chunks are free or can be reclaimed."""
+    rng = random.Random(seed)
+    driver = Driver(
+        tmp_path,
+        max_running_requests=6,
+        max_resident_adapters=5,
+        total_blocks=40,
+        chunk_bytes=16,
+        adapter_chunk_bytes=15,
+        max_context_tokens=64,
+        max_prefill_tokens=13,
+        mixed_batch_ratio=0.5,
+        adapter_floor=0.2,
+        kv_watermark=0.0,
+    )
+    for name, size in SIZES.items():
+        (tmp_path / name).write_bytes(name.encode() * size)
+    for number in range(10_000):
+        match rng.choices(("submit", "abort", "load", "fail load", "step", "fail step"), (15, 2, 12, 1, 70, 0.2))[0]:
+            case "submit" if len(driver.live) < 40:
+                wanted = rng.choice([None, None, *SIZES])
+                file = None if wanted is None else driver.file(wanted, SIZES[wanted])
+                prompt: Any = tuple(range(1, rng.randint(2, 40))) if rng.random() < 0.7 else rng.randint(1, 40)
+                driver.submit(prompt, rng.randint(1, 24), file, rng.choice("tuv"), rng.choice([1.0, 8.0]))
+            case "abort" if driver.live:
+                driver.abort(rng.choice(driver.live))
+            case "load" if driver.loading:
+                driver.finish_load(rng.choice(list(driver.loading)), seconds=rng.random())
+            case "fail load" if driver.loading:
+                driver.fail_load(rng.choice(list(driver.loading)))
+            case "step":
+                driver.step(rng.choice([0.01, 0.01, 0.5]))
+            case "fail step":
+                driver.fail_next_step = True
+                driver.step()
+                driver.fail_next_step = False
+        if number % 10 == 0:
+            check_ownership(driver)
+    driver.run_until_idle(max_steps=10_000)
+    driver.finish_loads()
+    check_ownership(driver)
+    check_answers(driver)
+    status = driver.scheduler.status()
+    assert (status.kv_blocks, status.free_blocks) == (0, 40)
+    assert {failure.reason for failure in driver.failed.values()} <= {"CORRUPT_ARTIFACT", "INTERNAL"}
+    # What the test is about did happen.
+    assert status.num_preempted > 10
+    assert status.num_cached_tokens > 1000
+    assert len(driver.started_loads) > 100
+    assert len(driver.finished) > 500

@@ -31,7 +31,7 @@ def test_a_prompt_is_computed_in_chunks_of_the_budget_and_sampled_once_at_its_en
     assert driver.tokens[1] == expected_tokens(driver.prompts[1], 2)
 
 
-def test_generating_requests_come_first_and_the_budget_binds_prompts_only(drive: Drive) -> None:
+def test_generating_requests_come_first_and_prompts_get_a_block_at_least(drive: Drive) -> None:
     driver = drive(max_prefill_tokens=4)
     driver.submit(prompt=2, max_tokens=9)
     driver.submit(prompt=2, max_tokens=9)
@@ -41,6 +41,19 @@ def test_generating_requests_come_first_and_the_budget_binds_prompts_only(drive:
     assert shape(driver.step()) == [(1, 2, 1, True), (2, 2, 1, True), (3, 0, 4, False)]
     assert shape(driver.step()) == [(1, 3, 1, True), (2, 3, 1, True), (3, 4, 2, True), (4, 0, 2, False)]
     assert shape(driver.step()) == [(1, 4, 1, True), (2, 4, 1, True), (3, 6, 1, True), (4, 2, 1, True)]
+
+
+def test_a_long_prompt_never_makes_a_step_larger_than_the_budget(drive: Drive) -> None:
+    driver = drive(max_prefill_tokens=10)
+    answers = [driver.submit(prompt=1, max_tokens=30) for _ in range(4)]
+    driver.step()
+    driver.submit(prompt=50, max_tokens=2)
+    for _ in range(8):
+        plan = driver.step()
+        assert plan is not None
+        assert sum(len(s.token_ids) for s in plan.sequences) == 10
+        assert [s.request_id for s in plan.sequences][:4] == answers  # nobody's answer waits
+    assert shape(driver.step())[-1] == (5, 48, 2, True)
 
 
 def test_tokens_do_not_depend_on_company_or_chunks(drive: Drive) -> None:
