@@ -205,17 +205,12 @@ def prepare_process(options: EngineOptions) -> None:
 
 
 def _open_model_runner(options: EngineOptions) -> OpenedRunner:
-    # OpenMP's threads spin at the end of every parallel region. Where anything else wants the cores, and the front end
-    # always does, the spinner keeps out the very thread it waits for: steps were measured 2 to 200 times slower so.
-    # The library reads this as it is loaded; what the operator has set stands.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
     import torch  # noqa: PLC0415 - only a process that computes pays for it
 
     from loraplex.manifest import read_manifest  # noqa: PLC0415
     from worker.model.runner import ModelRunner  # noqa: PLC0415
 
-    torch.set_num_threads(options.threads or default_threads())
+    torch.set_num_threads(1)  # for what is left to torch; the kernels have their own pool
     return ModelRunner.open(
         options.base_dir,
         device=options.device,
@@ -226,6 +221,7 @@ def _open_model_runner(options: EngineOptions) -> OpenedRunner:
         max_resident_adapters=options.max_resident_adapters,
         max_prefill_tokens=options.max_prefill_tokens,
         base_digest=options.base_digest or read_manifest(options.base_dir).digest(),
+        threads=options.threads or default_threads(),
     )
 
 
@@ -236,8 +232,8 @@ def _positive(text: str) -> int:
 
 
 def default_threads() -> int:
-    """Return the cores this process may use less one, which the front end and the router keep busy; at least 1."""
-    return max(1, len(os.sched_getaffinity(0)) - 1)
+    """Return the cores this process may use. Others want them too, but nobody waits for a thread without one."""
+    return len(os.sched_getaffinity(0))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from tests.kernels.arena import NUM_CHUNKS, NUM_LAYERS, add_adapter, batch_of, make_arena, randn
 from worker.kernels.cpu.backend import CpuKernels
-from worker.kernels.cpu.pool import Pool
+from worker.kernels.cpu.pool import shared_pool
 from worker.kernels.eager import EagerKernels
 from worker.kernels.interface import Kernels, StepKernels
 from worker.kernels.layout import Arena, AttentionShape, Site
@@ -28,13 +27,8 @@ COS, SIN = (randn(300, 12, seed=2) * 100).cos(), (randn(300, 12, seed=2) * 100).
 Backend = Callable[[Arena, Tensor, Tensor], Kernels]
 
 
-@cache
-def pool(num_threads: int) -> Pool:
-    return Pool(num_threads)
-
-
 def cpu(num_threads: int) -> Backend:
-    return lambda arena, cos, sin: CpuKernels(arena, cos, sin, pool(num_threads))
+    return lambda arena, cos, sin: CpuKernels(arena, cos, sin, shared_pool(num_threads))
 
 
 BACKENDS: dict[str, Backend] = {"one thread": cpu(1), "three threads": cpu(3), "eager": EagerKernels}

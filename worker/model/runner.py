@@ -87,6 +87,7 @@ class ModelRunner:
         max_resident_adapters: int,
         max_prefill_tokens: int,
         base_digest: str,
+        threads: int = 1,
         backend: Backend | None = None,
     ) -> ModelRunner:
         """Load the Hugging Face folder `base_dir` and take the arena's memory.
@@ -111,7 +112,7 @@ class ModelRunner:
         shape = AttentionShape(config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim)
         arena = Arena(shape, num_chunks=plan.num_chunks, dtype=torch_dtype, device=torch_device)
         cos, sin = (table.to(torch_device) for table in config.rope.tables(plan.max_context_tokens))
-        kernels = (backend or _backend(torch_device))(arena, cos, sin)
+        kernels = (backend or _backend(torch_device, threads))(arena, cos, sin)
         base = BaseShape(base_digest, config.num_layers, config.module_shapes())
         log.info(
             "model.opened",
@@ -191,13 +192,12 @@ class ModelRunner:
         return step.sampled, logits if step.sampled else None
 
 
-def _backend(device: torch.device) -> Backend:
-    """Return the fastest kernels there are for a device."""
+def _backend(device: torch.device, threads: int) -> Backend:
+    """Return the fastest kernels there are for a device; `threads` compute on a CPU."""
     if device.type != "cpu":
         return EagerKernels
     # Their compiler takes a second to import, which a GPU's worker can do without.
     from worker.kernels.cpu.backend import CpuKernels  # noqa: PLC0415
-    from worker.kernels.cpu.pool import Pool  # noqa: PLC0415
+    from worker.kernels.cpu.pool import shared_pool  # noqa: PLC0415
 
-    pool = Pool(torch.get_num_threads())
-    return lambda arena, cos, sin: CpuKernels(arena, cos, sin, pool)
+    return lambda arena, cos, sin: CpuKernels(arena, cos, sin, shared_pool(threads))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,3 +38,9 @@ class Pool:
         while True:
             wake.acquire()
             follow(self._state)
+
+
+@cache
+def shared_pool(num_threads: int) -> Pool:
+    """Return the process's pool of so many threads."""
+    return Pool(num_threads)
