@@ -12,7 +12,7 @@ TORCH := $(shell grep -E '^torch==' constraints.txt)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := loraplex common registry router worker tools docker bench examples tests
 
-.PHONY: help setup demo up test compose-env compose-test lint format proto docs bench clean
+.PHONY: help setup demo up test compose-env compose-test lint format proto docs bench gpu-check clean
 
 help: ## Show this help.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 14
@@ -79,6 +79,9 @@ docs: $(VENV)/.dev ## Write docs/configuration.md from the settings classes.
 
 bench: $(VENV)/.dev ## Measure serving: base and 8 mixed adapters at 1, 8 and 32 streams; results go to bench/results/.
 	$(BIN)/python -m bench.serving
+
+gpu-check: $(VENV)/.dev ## Check and time the Triton kernels on a CUDA GPU (minutes); results go to bench/results/.
+	$(BIN)/python -m bench.gpu_check
 
 clean: ## Remove what was built here; caches in your home stay.
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

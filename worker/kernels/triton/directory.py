@@ -1,0 +1,187 @@
+"""Which tile lies where: the table the kernels read, and an adapter's image as it will lie in its chunks.
+
+The table is int64 [layers, slots · stride]; a slot's part of a layer holds, for every module and factor, the entry of
+rank tile t and column range c at `base + t · ranges + c`. An entry is `offset / 64 << 8 | format << 5 | rows`, 0 where
+there is no tile. Host code counts; only `TileTable.put` and `clear` touch the device, on the current stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from worker.kernels.triton.placement import Placement, place
+from worker.kernels.triton.tiles import ALIGNMENT, TILE_ROWS, Bytes, RankTile, num_column_tiles
+
+ModuleTiles = Mapping[tuple[int, int], Sequence[tuple[RankTile, ...]]]
+"""(site, slice) to the module's rank tiles by layer; an empty tuple where the adapter does not attach."""
+
+
+@dataclass(frozen=True, slots=True)
+class SiteShape:
+    """A place adapters attach: the features its modules read, and what each of them writes, in the fused order."""
+
+    in_features: int
+    widths: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Where modules' entries lie in a slot. `max_rank` bounds the ranks; two parts of a rank may cost a tile more."""
+
+    sites: tuple[SiteShape, ...]
+    max_rank: int
+
+    @property
+    def max_tiles(self) -> int:
+        """Rank tiles of one module at most."""
+        return -(-self.max_rank // TILE_ROWS) + 1
+
+    def modules(self) -> list[tuple[int, int]]:
+        """Every (site, slice), in the order of their entries."""
+        return [(site, part) for site, shape in enumerate(self.sites) for part in range(len(shape.widths))]
+
+    def ranges(self, site: int, part: int, factor: int) -> int:
+        """Column ranges of a module's A (factor 0) or B (1)."""
+        shape = self.sites[site]
+        return num_column_tiles(shape.widths[part] if factor else shape.in_features)
+
+    def bases(self) -> dict[tuple[int, int, int], int]:
+        """First entry of each (site, slice, factor) in a slot."""
+        out: dict[tuple[int, int, int], int] = {}
+        used = 0
+        for site, part in self.modules():
+            for factor in (0, 1):
+                out[site, part, factor] = used
+                used += self.max_tiles * self.ranges(site, part, factor)
+        return out
+
+    @property
+    def stride(self) -> int:
+        """Entries of a slot in one layer, rounded up so that every layer's part starts on 128 bytes."""
+        used = sum(self.max_tiles * self.ranges(site, part, f) for site, part in self.modules() for f in (0, 1))
+        return -(-used // 16) * 16
+
+
+@dataclass(frozen=True, slots=True)
+class SiteEntries:
+    """One site of a geometry, as planning a step asks for it."""
+
+    modules: NDArray[np.int64]
+    """Row in `Geometry.modules` of each of the site's modules."""
+    first_a: NDArray[np.int64]
+    first_b: NDArray[np.int64]
+    """First entries of each module's factors in a slot."""
+    ranges_a: int
+
+    @classmethod
+    def of(cls, geometry: Geometry, site: int) -> SiteEntries:
+        """Count a site's entries once, for all steps."""
+        bases = geometry.bases()
+        rows = [row for row, (where, _) in enumerate(geometry.modules()) if where == site]
+        first = [[bases[site, part, factor] for part in range(len(rows))] for factor in (0, 1)]
+        modules, first_a, first_b = (np.array(values, dtype=np.int64) for values in (rows, *first))
+        return cls(modules, first_a, first_b, geometry.ranges(site, 0, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterImage:
+    """An adapter ready to be copied to `len(chunks)` chunks, whichever they are."""
+
+    chunks: NDArray[np.uint8]
+    """[n, chunk_bytes]."""
+    entries: NDArray[np.int64]
+    """[layers, stride]: format and rows of every entry; `place_of` says where the tile lies."""
+    place_of: NDArray[np.int64]
+    """[layers, stride, 2]: chunk in `chunks`, and offset in units of 64 bytes."""
+    summary: NDArray[np.int32]
+    """[modules, 4]: see TileTable.summary."""
+    tile_bytes: int
+    """Bytes of all tiles, without what alignment and chunks' ends leave unused."""
+
+
+def build_image(geometry: Geometry, num_layers: int, tiles: ModuleTiles, chunk_bytes: int) -> AdapterImage:
+    """Lay an adapter out. Raises ValueError for a rank or tile that the geometry or a chunk has no room for."""
+    if chunk_bytes % ALIGNMENT:
+        raise ValueError(f"chunks of {chunk_bytes} bytes are not a multiple of {ALIGNMENT}")
+    bases = geometry.bases()
+    entries = np.zeros((num_layers, geometry.stride), dtype=np.int64)
+    place_of = np.zeros((num_layers, geometry.stride, 2), dtype=np.int64)
+    summary = np.zeros((len(geometry.modules()), 4), dtype=np.int32)
+    flat: list[Bytes] = []
+    layers: list[int] = []
+    columns: list[int] = []
+    for row, module in enumerate(geometry.modules()):
+        by_layer = tiles.get(module, ())
+        most = max((len(ranks) for ranks in by_layer), default=0)
+        if most > geometry.max_tiles:
+            raise ValueError(f"module {module} has {most} rank tiles, room is for {geometry.max_tiles}")
+        summary[row] = _summary([ranks for ranks in by_layer if ranks])
+        for layer, ranks in enumerate(by_layer):
+            for t, rank_tile in enumerate(ranks):
+                for factor, cut in ((0, rank_tile.a), (1, rank_tile.b)):
+                    count = geometry.ranges(*module, factor)
+                    if len(cut) != count:
+                        raise ValueError(f"module {module} has {len(cut)} column ranges, not {count}")
+                    first = bases[*module, factor] + t * count
+                    entries[layer, first : first + count] = rank_tile.format << 5 | rank_tile.rows
+                    flat += cut
+                    layers += [layer] * count
+                    columns += range(first, first + count)
+    sizes = [len(tile) for tile in flat]
+    placed = place(sizes, chunk_bytes)
+    place_of[layers, columns, 0] = placed.chunks
+    place_of[layers, columns, 1] = placed.offsets // ALIGNMENT
+    return AdapterImage(_fill(flat, placed, chunk_bytes), entries, place_of, summary, sum(sizes))
+
+
+class TileTable:
+    """The device table at its fixed address, and on the host what each slot holds, for whoever plans a step."""
+
+    def __init__(
+        self, geometry: Geometry, *, num_layers: int, num_slots: int, chunk_bytes: int, device: torch.device
+    ) -> None:
+        self.geometry = geometry
+        self.stride = geometry.stride
+        self.sites = tuple(SiteEntries.of(geometry, site) for site in range(len(geometry.sites)))
+        self.entries: Tensor = torch.zeros(num_layers, num_slots * self.stride, dtype=torch.int64, device=device)
+        self.summary = np.zeros((num_slots, len(geometry.modules()), 4), dtype=np.int32)
+        """By slot and module: rank tiles, tiles of 16 rows in the layer with most and least of them, set of formats."""
+        self._chunk_bytes = chunk_bytes
+
+    def put(self, slot: int, image: AdapterImage, chunk_ids: Sequence[int]) -> None:
+        """Name the slot's tiles; before a kernel reads them, the image's chunks lie in the arena's `chunk_ids`."""
+        offsets = np.asarray(chunk_ids, dtype=np.int64) * (self._chunk_bytes // ALIGNMENT)
+        where = np.zeros_like(image.entries)
+        present = image.entries > 0
+        where[present] = offsets[image.place_of[present, 0]] + image.place_of[present, 1]
+        self._columns(slot).copy_(torch.from_numpy(where << 8 | image.entries))
+        self.summary[slot] = image.summary
+
+    def clear(self, slot: int) -> None:
+        """Forget the slot's tiles."""
+        self._columns(slot).zero_()
+        self.summary[slot] = 0
+
+    def _columns(self, slot: int) -> Tensor:
+        return self.entries[:, slot * self.stride : (slot + 1) * self.stride]
+
+
+def _summary(by_layer: Sequence[tuple[RankTile, ...]]) -> tuple[int, int, int, int]:
+    if not by_layer:
+        return (0, 0, 0, 0)
+    full = [sum(tile.rows == TILE_ROWS for tile in ranks) for ranks in by_layer]
+    formats = {tile.format for ranks in by_layer for tile in ranks}
+    return (max(map(len, by_layer)), max(full), min(full), sum(1 << fmt for fmt in formats))
+
+
+def _fill(tiles: Sequence[Bytes], placed: Placement, chunk_bytes: int) -> NDArray[np.uint8]:
+    chunks = np.zeros((placed.num_chunks, chunk_bytes), dtype=np.uint8)
+    for tile, chunk, offset in zip(tiles, placed.chunks.tolist(), placed.offsets.tolist(), strict=True):
+        chunks[chunk, offset : offset + len(tile)] = tile
+    return chunks
