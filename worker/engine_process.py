@@ -101,7 +101,7 @@ def parse_options(argv: Sequence[str]) -> EngineOptions:
     parser.add_argument("--max-adapter-wait-s", type=float, default=2.0, help="how long one may be overtaken")
     parser.add_argument("--mixed-batch-ratio", type=float, default=1.0, help="share that runs with mixed adapters")
     parser.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--threads", type=_positive, default=None, help="threads that compute; default: one for each core")
+    parser.add_argument("--threads", type=_positive, default=None, help="computing threads; default: one a core")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--log-format", default="auto", choices=["auto", "console", "json"])
     return EngineOptions(**vars(parser.parse_args(argv)))
