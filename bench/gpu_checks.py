@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bench.gpu_model import BLOCK_TOKENS, EPS, Shapes
 from bench.lora_rig import Adapter, Rig, relative_error
-from worker.kernels.reference import ReferenceKernels
+from worker.kernels import reference
 from worker.kernels.triton.attention import AttentionWork, attention, attention_room, prefill_items, rope
 from worker.kernels.triton.fused import add_norm, rms_norm, silu_mul
 from worker.kernels.triton.platform import Platform
@@ -20,7 +20,6 @@ from worker.kernels.triton.work import DECODE_GROUP_ROWS, PREFILL_GROUP_ROWS
 
 LIMIT = 1.2e-2
 """bfloat16 operands of products (h, the softmax's weights) and one rounding at the end."""
-_REFERENCE = ReferenceKernels()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +132,13 @@ def _between(shapes: Shapes, device: torch.device) -> Iterator[Check]:
     summed = residual.float() + x.float() + added(delta)
     add_norm(residual, x, weight, EPS, out, delta=(delta, adapted))
     yield Check("residual", relative_error(residual, summed))
-    yield Check("residual + norm", relative_error(out, _REFERENCE.rms_norm(summed, weight, EPS)))
+    yield Check("residual + norm", relative_error(out, reference.rms_norm(summed, weight, EPS)))
     rms_norm(residual, weight, EPS, out)
-    yield Check("norm", relative_error(out, _REFERENCE.rms_norm(residual.float(), weight, EPS)))
+    yield Check("norm", relative_error(out, reference.rms_norm(residual.float(), weight, EPS)))
     gate_up, delta = random(rows, 2 * shapes.inner), random(rows, 2 * shapes.inner)
     inner = random(rows, shapes.inner)
     silu_mul(gate_up, inner, delta=(delta, adapted))
-    yield Check("silu", relative_error(inner, _REFERENCE.silu_mul(gate_up.float() + added(delta))))
+    yield Check("silu", relative_error(inner, reference.silu_mul(gate_up.float() + added(delta))))
     heads = shape.num_heads + 2 * shape.num_kv_heads
     turned = shape.num_heads + shape.num_kv_heads
     qkv, delta = random(rows, heads * shape.head_dim), random(rows, heads * shape.head_dim)
@@ -156,7 +155,7 @@ def _between(shapes: Shapes, device: torch.device) -> Iterator[Check]:
     )  # fmt: skip
     wide = (qkv.float() + added(delta)).view(rows, heads, shape.head_dim)
     at = angles[:rows, None]
-    rotated = _REFERENCE.rotate(_REFERENCE.rms_norm(wide[:, :turned], norm, EPS), at.cos(), at.sin())
+    rotated = reference.rotate(reference.rms_norm(wide[:, :turned], norm, EPS), at.cos(), at.sin())
     yield Check("rotation", relative_error(q, rotated[:, : shape.num_heads]))
     cached = chunks[:, 0].permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :rows]
     yield Check("cached keys", relative_error(cached[0], rotated[:, shape.num_heads :]))

@@ -32,14 +32,12 @@ class ReferenceKernels:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See StepKernels."""
-        wide = x.float()
-        mean_square = wide.pow(2).mean(dim=-1, keepdim=True)
-        return (weight.float() * (wide / torch.sqrt(mean_square + eps))).to(x.dtype)
+        return rms_norm(x, weight, eps)
 
     def add_rms_norm(self, residual: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See StepKernels."""
         residual += delta
-        return self.rms_norm(residual, weight, eps)
+        return rms_norm(residual, weight, eps)
 
     def add(self, residual: Tensor, delta: Tensor) -> None:
         """See StepKernels."""
@@ -52,11 +50,9 @@ class ReferenceKernels:
         q_k_v = qkv.view(len(qkv), -1, shape.head_dim).float()
         q_k, v = q_k_v[:, : heads + kv_heads], q_k_v[:, heads + kv_heads :]
         if qk_norm is not None:
-            q_k = self.rms_norm(q_k, qk_norm, eps)
+            q_k = rms_norm(q_k, qk_norm, eps)
         positions = torch.from_numpy(self._batch.positions)
-        cos, sin = self._cos[positions, None], self._sin[positions, None]
-        first, second = q_k.chunk(2, dim=-1)
-        q_k = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        q_k = rotate(q_k, self._cos[positions, None], self._sin[positions, None])
         q, k = q_k[:, :heads], q_k[:, heads:]
         kv = self._arena.kv
         for row, slot in enumerate(self._batch.slots.tolist()):
@@ -78,8 +74,7 @@ class ReferenceKernels:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See StepKernels."""
-        gate, up = gate_up.float().chunk(2, dim=-1)
-        return (gate / (1 + torch.exp(-gate)) * up).to(gate_up.dtype)
+        return silu_mul(gate_up)
 
     def finish(self) -> None:
         """See StepKernels."""
@@ -96,6 +91,25 @@ class ReferenceKernels:
                 out = slice(int(record[Field.OUT]), int(record[Field.OUT] + record[Field.OUTER]))
                 for row in range(request.start, request.start + request.count):
                     y[row, out] = (y[row, out].float() + (a @ x[row].float()) @ b).to(y.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Weight · x / sqrt(mean(x²) + eps) over the last dimension, in x's dtype. weight [D], or [heads, D]."""
+    wide = x.float()
+    mean_square = wide.pow(2).mean(dim=-1, keepdim=True)
+    return (weight.float() * (wide / torch.sqrt(mean_square + eps))).to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate dimension pairs (i, i + D/2), in x's dtype. x [T, heads, D]; cos, sin [T, 1, D/2] float32."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) · up of gate_up [T, 2 · inner], [T, inner]."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (gate / (1 + torch.exp(-gate)) * up).to(gate_up.dtype)
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -223,7 +223,7 @@ def test_an_unquantized_module_keeps_its_bits_or_is_rounded(dtype: str) -> None:
     kept = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[dtype]
     stored = [t.to(kept) for t in (a, b)]
     arrays = [t.view(torch.uint16).numpy() if dtype == "BF16" else t.numpy() for t in stored]
-    part = sixteen_bit_part(PackedModule("layers.0.self_attn.q_proj", 12, 0.25, dtype, *arrays))
+    part = sixteen_bit_part(PackedModule("layers.0.self_attn.q_proj", 12, 0.25, dtype, arrays[0], arrays[1]))
     read = torch.float16 if dtype == "F16" else torch.bfloat16
     assert part.format is (Format.FP16 if dtype == "F16" else Format.BF16)
     assert part.scale.tolist() == [0.25] * 12

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from worker.kernels.reference import ReferenceKernels
+from worker.kernels import reference
 from worker.kernels.triton.attention import (
     KEYS_PER_SPLIT,
     AttentionShape,
@@ -24,7 +24,6 @@ from worker.kernels.triton.platform import Platform
 
 CPU = torch.device("cpu")
 PLATFORM = Platform.of(CPU, torch.bfloat16)
-REFERENCE = ReferenceKernels()
 LAYERS, LAYER = 2, 1
 SHAPES = [(4, 2, 16), (3, 3, 8), (7, 1, 24)]
 HEADS = pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
@@ -178,9 +177,9 @@ def test_rotation_and_cache_write(
     x = x.view(rows, all_heads, dim)
     turned = x[:, : heads + kv_heads]
     if norm:
-        turned = REFERENCE.rms_norm(turned, weight, 1e-5)
+        turned = reference.rms_norm(turned, weight, 1e-5)
     at = angles[positions.long()][:, None]
-    turned = REFERENCE.rotate(turned, at.cos(), at.sin())
+    turned = reference.rotate(turned, at.cos(), at.sin())
     assert_close(q, turned[:, :heads])
     expected = before.clone()
     for row, slot in enumerate(slots.tolist()):

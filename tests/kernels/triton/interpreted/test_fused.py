@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from worker.kernels.reference import ReferenceKernels
+from worker.kernels import reference
 from worker.kernels.triton.fused import add_norm, rms_norm, silu_mul
 
-REFERENCE = ReferenceKernels()
 ADAPTED = torch.tensor([1, 0, 0, 1, 1], dtype=torch.int32)
 # The interpreter cuts float32 off to bfloat16 where a GPU rounds, so that bfloat16 is held to less.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
@@ -38,7 +37,7 @@ def test_rms_norm(hidden: int, dtype: torch.dtype) -> None:
     x, weight = randn(5, hidden, seed=1, dtype=dtype), randn(hidden, seed=2, dtype=dtype)
     before, out = x.clone(), torch.empty_like(x)
     rms_norm(x, weight, 1e-5, out)
-    assert_close(out, REFERENCE.rms_norm(x, weight, 1e-5))
+    assert_close(out, reference.rms_norm(x, weight, 1e-5))
     assert torch.equal(x, before)
 
 
@@ -56,7 +55,7 @@ def test_add_norm(hidden: int, delta: bool, dtype: torch.dtype) -> None:
     out = torch.empty_like(x)
     add_norm(residual, x, weight, 1e-5, out, delta=(added, ADAPTED) if delta else None)
     assert_close(residual, expected)
-    assert_close(out, REFERENCE.rms_norm(residual, weight, 1e-5))
+    assert_close(out, reference.rms_norm(residual, weight, 1e-5))
 
 
 @DTYPES
@@ -68,6 +67,6 @@ def test_silu_mul(inner: int, delta: bool, dtype: torch.dtype) -> None:
     added, counted = delta_of(2 * inner, dtype)
     out = torch.empty(5, inner, dtype=dtype)
     silu_mul(gate_up, out, delta=(added, ADAPTED) if delta else None)
-    expected = REFERENCE.silu_mul(gate_up.float() + (counted if delta else 0))
+    expected = reference.silu_mul(gate_up.float() + (counted if delta else 0))
     assert_close(out, expected)
     assert torch.equal(gate_up, before)
