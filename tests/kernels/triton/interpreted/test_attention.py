@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from worker.kernels import reference
+from worker.kernels import reference as oracle
 from worker.kernels.triton.attention import (
     KEYS_PER_SPLIT,
     AttentionShape,
@@ -177,9 +177,9 @@ def test_rotation_and_cache_write(
     x = x.view(rows, all_heads, dim)
     turned = x[:, : heads + kv_heads]
     if norm:
-        turned = reference.rms_norm(turned, weight, 1e-5)
+        turned = oracle.rms_norm(turned, weight, 1e-5)
     at = angles[positions.long()][:, None]
-    turned = reference.rotate(turned, at.cos(), at.sin())
+    turned = oracle.rotate(turned, at.cos(), at.sin())
     assert_close(q, turned[:, :heads])
     expected = before.clone()
     for row, slot in enumerate(slots.tolist()):
