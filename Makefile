@@ -44,7 +44,8 @@ up: $(VENV)/.runtime ## Run a local cluster with the example adapters until Ctrl
 	@$(BIN)/loraplex up --demo-adapters
 
 test: $(VENV)/.dev ## Install and run every test.
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest tests/unit tests/kernels -n 2 --dist loadfile
+	@$(BIN)/python -m pytest tests/integration tests/e2e
 
 compose-env: ## Put a fresh cluster token and API key for docker compose into .env, for you only; keeps what is there.
 	@$(PYTHON) docker/compose_env.py

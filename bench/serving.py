@@ -68,17 +68,19 @@ async def _measure(args: argparse.Namespace, base: Base, scratch: Path) -> list[
     async with running(plan, board.update) as cluster, AsyncClient(plan.router, plan.registry) as client:
         await bring_up(plan, cluster, client, base, folders, board.say, timeout_s=_READY_S)
         await run(plan.http, Work((base.base_id, *names), 8, 9, output_tokens=8, seed=args.seed - 1))  # warm-up
+        seed = args.seed * 1_000  # prompts are never asked twice: the prefix cache would answer
         for concurrency in args.concurrency:
             for case in cases:
-                rows.append(await _case(plan.http, case, concurrency, args))
+                rows.append(await _case(plan.http, case, concurrency, args, seed))
+                seed += args.runs
                 print(_line(rows[-1]), flush=True)
     return rows
 
 
-async def _case(url: str, case: Case, concurrency: int, args: argparse.Namespace) -> dict[str, object]:
+async def _case(url: str, case: Case, concurrency: int, args: argparse.Namespace, seed: int) -> dict[str, object]:
     seen: list[Seen] = []
     for repeat in range(args.runs):
-        work = Work(case.models, concurrency, args.rounds * concurrency, seed=args.seed + repeat)
+        work = Work(case.models, concurrency, args.rounds * concurrency, seed=seed + repeat)
         seen.append(await run(url, work))
     rates = [one.tokens_per_second for one in seen]
     median = min(seen, key=lambda one: abs(one.tokens_per_second - statistics.median(rates)))

@@ -308,7 +308,7 @@ async def test_a_taken_port_and_a_shared_cache_folder_are_told(base, tmp_path):
         with pytest.raises(FailedPrecondition, match="port is taken"):
             async with running_front(base, tmp_path / "other", port=front.port):
                 pass
-        with pytest.raises(FailedPrecondition, match="its own cache folder"):
+        with pytest.raises(FailedPrecondition, match="a cache folder of its own"):
             async with running_front(base, tmp_path / "cache", wait_ready=False) as second:
                 await second.task
 
