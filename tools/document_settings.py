@@ -37,7 +37,8 @@ Secrets have no flag: everybody on a machine can read its command lines. `docs/s
 
 The command line itself reads `LORAPLEX_ROUTER` and `LORAPLEX_REGISTRY` (by default 127.0.0.1:50050 and
 127.0.0.1:50051), `LORAPLEX_API_KEY`, `LORAPLEX_CLUSTER_TOKEN` and `LORAPLEX_CLUSTER_TOKEN_FILE`, `XDG_STATE_HOME`,
-`XDG_CACHE_HOME` and `NO_COLOR`.
+`XDG_CACHE_HOME` and `NO_COLOR`. A worker on a CPU keeps its compiled kernels below `NUMBA_CACHE_DIR`, by default
+`loraplex/kernels` in `XDG_CACHE_HOME` or `~/.cache`.
 """
 
 

@@ -96,7 +96,7 @@ def parse_options(argv: Sequence[str]) -> EngineOptions:
     parser.add_argument("--max-context-tokens", type=_positive, default=None, help="default: the model's")
     parser.add_argument("--max-running-requests", type=_positive, default=64)
     parser.add_argument("--max-resident-adapters", type=_positive, default=32)
-    parser.add_argument("--max-adapter-bytes", type=_positive, default=None, help="default: bound by slots alone")
+    parser.add_argument("--max-adapter-bytes", type=_positive, default=None, help="default: bound by slots and arena")
     parser.add_argument("--max-prefill-tokens", type=_positive, default=512, help="tokens in one step")
     parser.add_argument("--max-adapter-wait-s", type=float, default=2.0, help="how long one may be overtaken")
     parser.add_argument("--mixed-batch-ratio", type=float, default=1.0, help="share that runs with mixed adapters")

@@ -34,13 +34,21 @@ class WorkerSettings(AdminSettings):
     cache_dir: Path = Field(description="folder for cached adapters; each worker needs its own")
     cache_bytes: Count = Field(8 * 2**30, description="most bytes of adapters cached on disk")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="dtype of the base model's weights")
-    kv_cache_bytes: Count | None = Field(None, description="bytes of KV cache (default: the engine decides)")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="dtype of weights and KV cache; CPUs leave bfloat16 weights so and compute in float32"
+    )
+    kv_cache_bytes: Count | None = Field(
+        None,
+        description="bytes of the arena that KV cache and adapters share (default: a quarter of the free memory, "
+        "1 GiB at most; on a GPU 80 % of it)",
+    )
     max_context_tokens: Count | None = Field(None, description="prompt plus answer (default: the model's limit)")
     max_running_requests: Count = Field(64, description="requests computed at a time")
     max_waiting_requests: Annotated[int, Field(ge=0)] = Field(256, description="requests that may wait beyond those")
     max_resident_adapters: Count = Field(32, description="adapters on the device at a time")
-    max_adapter_bytes: Count | None = Field(None, description="device bytes of all adapters (default: bound by count)")
+    max_adapter_bytes: Count | None = Field(
+        None, description="bytes of all adapters on the device (default: bound by number and arena)"
+    )
     max_adapter_wait_s: Seconds = Field(
         2.0, description="seconds a request that waits for adapter or memory may be overtaken by later ones"
     )

@@ -56,7 +56,7 @@ def quantize(adapter: PackedAdapter, form: str) -> Quantized:
         raise InvalidParameter(f"{form!r} is no format; give one of {', '.join(FORMATS)}", field="format")
     if form == FORMAT_NONE:
         return Quantized(adapter, (0.0,) * len(adapter.modules))
-    check_widths(adapter, form)
+    _check_widths(adapter, form)
     with threadpool_limits(limits=1, user_api="blas"):  # on matrices this small more threads only wait for each other
         if form == FORMAT_INT8:
             chosen = {at: found for stack in _stacks(adapter.modules) for at, found in _int8(stack)}
@@ -69,12 +69,7 @@ def quantize(adapter: PackedAdapter, form: str) -> Quantized:
     return Quantized(packed, tuple(one.error for one in found))
 
 
-def can_quantize(adapter: PackedAdapter) -> bool:
-    """Tell whether the shapes of the adapter's modules allow int8 and int4."""
-    return all(m.in_features % MULTIPLE == m.out_features % MULTIPLE == 0 for m in adapter.modules)
-
-
-def check_widths(adapter: PackedAdapter, form: str) -> None:
+def _check_widths(adapter: PackedAdapter, form: str) -> None:
     """Raise UnsupportedAdapter, naming the first module whose shape does not allow `form`."""
     for module in adapter.modules:
         if module.in_features % MULTIPLE or module.out_features % MULTIPLE:

@@ -52,12 +52,6 @@ class DeviceAdapters:
         self._slots: dict[int, PlacedAdapter] = {}
         self._lock = threading.Lock()
 
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of all loaded adapters."""
-        with self._lock:
-            return sum(adapter.device_bytes for adapter in self._slots.values())
-
     def load(self, slot: int, path: Path, chunk_ids: Sequence[int]) -> PlacedAdapter:
         """Bring the packed file at `path` into an empty slot and the first of the arena's chunks `chunk_ids`.
 

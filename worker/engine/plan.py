@@ -122,8 +122,8 @@ class Runner(Protocol):
     def prepare_adapter(self, slot: int, path: Path, chunk_ids: tuple[int, ...]) -> AdapterLoad:
         """Bring the packed adapter at `path` into device slot `slot` and the arena's chunks `chunk_ids`.
 
-        Runs on a loader thread beside steps that use neither the slot nor the chunks. Raises CorruptArtifact or
-        BaseMismatch, and then leaves the slot empty and no chunk in use.
+        Runs on a loader thread beside steps that use neither the slot nor the chunks. Raises CorruptArtifact,
+        BaseMismatch or ResourceExhausted (the chunks do not hold it); then the slot is empty and no chunk in use.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The kernels in batched torch operators: for devices that have no kernels of their own."""
+"""The kernels in batched torch operators: for devices that have no backend of their own, GPUs among them for now."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """What a backend must compute; everything else of the model is plain torch.
 
-`cpu` and `eager` (any device) are fast, `reference` is the float32 oracle every backend is tested against.
+`cpu` is for CPUs, `eager` for any other device; `reference` is the float32 oracle every backend is tested against.
+`triton` holds CUDA kernels that are no backend yet.
 """
 
 from __future__ import annotations

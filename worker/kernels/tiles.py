@@ -2,7 +2,7 @@
 
 Owns the formats, the records by which kernels find tiles, and the placing of tiles in chunks: each tile on a 64-byte
 bound and never across two chunks, whose ids need not be neighbours. Both factors lie with rank rows outermost, so that
-a CPU's vectors run along them.
+a CPU's vectors run along them; what a GPU wants instead is in `triton.tiles`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ INT4_GROUP: Final = 64
 """Values along a row that share an INT4 scale."""
 
 _ALIGNMENT: Final = 64
-_PIECES_PER_CHUNK: Final = (
-    8  # no piece is larger than this part of a chunk, so that little of a chunk is ever left over
-)
+_PIECES_PER_CHUNK: Final = 8  # a piece takes an eighth of a chunk at most, so that little is ever left over
 
 
 class Format(IntEnum):

@@ -12,11 +12,11 @@ from worker.model.config import ModelConfig
 CPU_DEFAULT_BYTES: Final = 2**30
 CPU_FRACTION: Final = 0.25
 CUDA_FRACTION: Final = 0.8
-"""Of the memory that is free once the weights are loaded; the rest is for adapters and intermediate results."""
+"""Of the memory that is free once the weights are loaded; the rest is for intermediate results."""
 
 
 @dataclass(frozen=True, slots=True)
-class CachePlan:
+class ArenaPlan:
     """The arena's size and the context it allows, in chunks and tokens."""
 
     num_chunks: int
@@ -28,30 +28,30 @@ def block_bytes(config: ModelConfig, itemsize: int) -> int:
     return 2 * config.num_layers * config.kv_size * BLOCK_TOKENS * itemsize
 
 
-def default_cache_bytes(device_type: str, free_bytes: int) -> int:
-    """Return what a KV cache may take when nobody said: a share of what is free, on a CPU at most 1 GiB."""
+def default_arena_bytes(device_type: str, free_bytes: int) -> int:
+    """Return what the arena takes when nobody said: a share of what is free, on a CPU at most 1 GiB."""
     if device_type == "cpu":
         return min(CPU_DEFAULT_BYTES, int(free_bytes * CPU_FRACTION))
     return int(free_bytes * CUDA_FRACTION)
 
 
-def plan_cache(
+def plan_arena(
     config: ModelConfig,
     *,
     itemsize: int,
-    cache_bytes: int,
+    arena_bytes: int,
     max_context_tokens: int | None,
-) -> CachePlan:
-    """Fit as many chunks as there are into `cache_bytes`.
+) -> ArenaPlan:
+    """Fit as many chunks as there are into `arena_bytes`, each of a KV block's size.
 
     Raises InvalidParameter (field `kv_cache_bytes` or `max_context_tokens`) when one block, or the context asked for,
     does not fit.
     """
     per_block = block_bytes(config, itemsize)
-    affordable = cache_bytes // per_block
+    affordable = arena_bytes // per_block
     if affordable < 1:
         raise InvalidParameter(
-            f"kv_cache_bytes {cache_bytes} holds no KV block of this model; give at least {per_block}",
+            f"kv_cache_bytes {arena_bytes} holds no KV block of this model; give at least {per_block}",
             field="kv_cache_bytes",
             minimum=per_block,
         )
@@ -66,10 +66,10 @@ def plan_cache(
         if max_context_tokens > affordable * BLOCK_TOKENS:
             needed = -(-max_context_tokens // BLOCK_TOKENS) * per_block
             raise InvalidParameter(
-                f"a context of {max_context_tokens} tokens needs {needed} bytes of KV cache, {cache_bytes} are given; "
+                f"a context of {max_context_tokens} tokens needs {needed} bytes of KV cache, {arena_bytes} are given; "
                 "raise kv_cache_bytes or lower max_context_tokens",
                 field="max_context_tokens",
                 needed=needed,
             )
         context = max_context_tokens
-    return CachePlan(affordable, min(context, affordable * BLOCK_TOKENS))
+    return ArenaPlan(affordable, min(context, affordable * BLOCK_TOKENS))

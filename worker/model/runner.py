@@ -1,6 +1,6 @@
 """The runner: executes the engine's plans on a real model.
 
-Owns the model, its KV cache, the adapter slots and the sampler; decides nothing. `execute` belongs to one thread,
+Owns the model, the arena, the adapter slots and the sampler; decides nothing. `execute` belongs to one thread,
 `prepare_adapter` to any.
 """
 
@@ -24,7 +24,7 @@ from worker.model.calibration import tokens_per_second
 from worker.model.config import ModelConfig, read_config, read_eos_token_ids
 from worker.model.decoder import Decoder
 from worker.model.device import DTYPES, choose_device, choose_dtype, free_bytes
-from worker.model.memory import default_cache_bytes, plan_cache
+from worker.model.memory import default_arena_bytes, plan_arena
 from worker.model.sampler import Sampler
 from worker.model.weights import load_weights
 
@@ -102,11 +102,11 @@ class ModelRunner:
         torch_dtype = DTYPES[dtype_name]
         weights = load_weights(base_dir, config, device=torch_device, dtype=torch_dtype)
         if kv_cache_bytes is None:
-            kv_cache_bytes = default_cache_bytes(torch_device.type, free_bytes(torch_device))
-        plan = plan_cache(
+            kv_cache_bytes = default_arena_bytes(torch_device.type, free_bytes(torch_device))
+        plan = plan_arena(
             config,
             itemsize=torch_dtype.itemsize,
-            cache_bytes=kv_cache_bytes,
+            arena_bytes=kv_cache_bytes,
             max_context_tokens=max_context_tokens,
         )
         shape = AttentionShape(config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim)
@@ -193,7 +193,7 @@ class ModelRunner:
 
 
 def _backend(device: torch.device, threads: int) -> Backend:
-    """Return the fastest kernels there are for a device; `threads` compute on a CPU."""
+    """Return the kernels for a device; `threads` compute on a CPU. `kernels.triton` is no backend yet."""
     if device.type != "cpu":
         return EagerKernels
     # Their compiler takes a second to import, which a GPU's worker can do without.

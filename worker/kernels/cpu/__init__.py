@@ -1,7 +1,7 @@
 """Kernels for CPUs in Numba: float32 arithmetic on weights in the format they were stored in.
 
 Compiled on first use and cached on disk. The compiler notices a change in the file of the function it is asked for, not
-in what that calls, so the cache's folder is named by the digest of all sources here.
+in what that calls, so the cache's folder is named by the digest of all sources here and of those that lay out memory.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ log = structlog.get_logger(__name__)
 
 def _cache_folder() -> str:
     """Return a folder for these sources' compiled code that can be written to."""
-    own = sorted(Path(__file__).parent.glob("*.py"))
-    sources = hashlib.sha256(b"".join(file.read_bytes() for file in [*own, Path(__file__).parent.parent / "tiles.py"]))
+    here = Path(__file__).parent
+    files = [*sorted(here.glob("*.py")), here.parent / "layout.py", here.parent / "tiles.py"]
+    sources = hashlib.sha256(b"".join(file.read_bytes() for file in files))
     for parent in (
         os.environ.get("NUMBA_CACHE_DIR"),
         Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "loraplex" / "kernels",

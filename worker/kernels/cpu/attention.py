@@ -14,8 +14,7 @@ from numba import njit, types
 from numba.extending import overload
 
 from worker.kernels.cpu.numbers import COMPILED, exp_negative, widen
-
-BLOCK_TOKENS: Final = 16
+from worker.kernels.layout import BLOCK_TOKENS
 
 ROWS_AT_ONCE: Final = 8
 """Rows of one request that share a pass over its blocks."""

@@ -23,6 +23,7 @@ from worker.kernels.cpu.elementwise import add, rms_norm, silu_mul
 from worker.kernels.cpu.linear import linear
 from worker.kernels.cpu.lora import lora_add
 from worker.kernels.cpu.numbers import COMPILED
+from worker.kernels.tiles import Field
 
 
 class Op(IntEnum):
@@ -51,6 +52,7 @@ _TASK_BITS: Final = 20
 MAX_TASKS: Final = (1 << _TASK_BITS) - 1
 _SEQUENCE_MASK: Final = (1 << 22) - 1
 
+_RECORD: Final = len(Field)
 _LINEAR, _RMS_NORM, _ADD_RMS_NORM, _ADD, _ROTATE_AND_STORE, _ATTEND, _SILU_MUL, _LORA_ADD = (int(op) for op in Op)
 
 
@@ -95,7 +97,7 @@ def run_task(p: Any, task: int) -> None:
         lora_add(
             _floats(p[2], p[3], p[4]),
             arena,
-            _ints(p[9], p[10], 9),
+            _ints(p[9], p[10], _RECORD),
             starts,
             p[14],
             rows,

@@ -109,16 +109,17 @@ def _floats(array: NDArray[np.generic], stored: str) -> torch.Tensor:
     return torch.from_numpy(array.astype(np.float32))
 
 
-def test_bytes_are_those_of_the_factors_and_slots_add_up(tmp_path: Path) -> None:
+def test_bytes_are_those_of_the_factors_and_a_slot_is_emptied_alone(tmp_path: Path) -> None:
     adapters = slots()
     file = random_adapter(CONFIG, tmp_path / "a", ranks={"mlp.down_proj": 4}, seed=0)
     factors = 3 * (384 + 256 + 64)  # A 4 x 24, B 4 x 16 and 4 scales, in units of 64 bytes
     first, second = adapters.load(0, file, CHUNKS[:2]), adapters.load(1, file, CHUNKS[2:])
     assert (first.device_bytes, first.chunks_used) == (second.device_bytes, second.chunks_used) == (factors, 1)
-    assert adapters.device_bytes == 2 * factors
     adapters.release(0)
     adapters.release(0)
-    assert adapters.device_bytes == factors
+    with pytest.raises(KeyError):
+        adapters.get(0)
+    assert adapters.get(1) is second
 
 
 def test_only_the_granted_chunks_are_written(tmp_path: Path) -> None:
