@@ -39,7 +39,7 @@ RUN python3 -m pip --python /opt/loraplex/bin/python install --no-cache-dir --on
 FROM ${PYTHON_IMAGE} AS runtime
 LABEL org.opencontainers.image.title="Loraplex" org.opencontainers.image.licenses="Apache-2.0"
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /tmp --shell /usr/sbin/nologin loraplex \
-    && install --directory --owner 10001 --group 10001 /state /cache
+    && install --directory --owner 10001 --group 10001 /state /cache /kernels
 ENV PATH=/opt/loraplex/bin:$PATH \
     PYTHONPATH=/app \
     PYTHONUNBUFFERED=1 \
@@ -97,7 +97,8 @@ RUN python -m compileall -q .
 USER 10001:10001
 ENV LORAPLEX_WORKER_HOST=0.0.0.0 \
     LORAPLEX_WORKER_BASE_DIR=/models/base \
-    LORAPLEX_WORKER_CACHE_DIR=/cache
+    LORAPLEX_WORKER_CACHE_DIR=/cache \
+    NUMBA_CACHE_DIR=/kernels
 EXPOSE 50052 9052
 # A large base model takes minutes to load.
 HEALTHCHECK --interval=5s --timeout=5s --start-period=600s --retries=3 \
