@@ -14,13 +14,11 @@ import argparse
 import json
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -28,12 +26,12 @@ import triton
 
 from bench.gpu_checks import checks
 from bench.gpu_model import LLAMA_8B, TOY, Adapters, Base, DecodeStep, Shapes
+from bench.record import TREE, commit
 from worker.kernels.triton.attention import attention
 from worker.kernels.triton.lora import expand, shrink
 from worker.kernels.triton.platform import Platform
 from worker.kernels.triton.tiles import Format
 
-TREE: Final = Path(__file__).resolve().parent.parent
 RESULTS: Final = TREE / "bench" / "results" / "gpu_check.jsonl"
 FORMATS: Final = (Format.BF16, Format.INT8, Format.INT4)
 COLUMNS: Final = ("what", "rank", "format", "batch", "ms", "eager_ms", "of_base", "of_floor", "of_copy")
@@ -160,11 +158,6 @@ def _line(row: Row | None) -> str:
     return " ".join(cells)
 
 
-def _commit() -> str:
-    told = subprocess.run(["git", "rev-parse", "HEAD"], cwd=TREE, capture_output=True, text=True, check=False)
-    return told.stdout.strip() or "unknown"
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run everything and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -212,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
             print(_line(row), flush=True)
     record = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": ["python", "-m", "bench.gpu_check", *sys.argv[1:]], "commit": _commit(),
+        "command": ["python", "-m", "bench.gpu_check", *sys.argv[1:]], "commit": commit(),
         "machine": {
             "device": name, "torch": torch.__version__, "triton": triton.__version__,
             "python": platform.python_version(),

@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
 from bench.load import Seen, Work, run
 from bench.make_adapters import MODULES, linear_shapes, write_adapter
+from bench.record import TREE, record
 from loraplex.cli.base_source import Base, resolve_base
 from loraplex.cli.board import LineBoard
 from loraplex.cli.bring_up import bring_up
@@ -30,8 +27,6 @@ from loraplex.cli.cluster import ClusterPlan, running
 from loraplex.cli.ports import claim_ports
 from loraplex.client import AsyncClient
 
-TREE: Final = Path(__file__).resolve().parent.parent
-RESULTS: Final = TREE / "bench" / "results" / "serving.jsonl"
 _READY_S: Final = 300.0
 
 
@@ -108,21 +103,6 @@ def _ratios(rows: list[dict[str, object]]) -> list[str]:
     ]
 
 
-def _commit() -> str:
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=TREE, capture_output=True, text=True, check=False
-    )
-    return described.stdout.strip() or "unknown"
-
-
-def _machine() -> str:
-    try:
-        models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    except OSError:
-        return platform.machine()
-    return f"{len(models)} x {models[0].split(':')[1].strip()}" if models else platform.machine()
-
-
 def main() -> int:
     """Run the benchmark; exits 1 when a request failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -139,18 +119,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="loraplex-bench-") as scratch:
         rows = asyncio.run(_measure(args, base, Path(scratch)))
     print(*_ratios(rows), sep="\n")
-    record = {
-        "command": "python -m bench.serving " + " ".join(sys.argv[1:]),
-        "commit": _commit(),
-        "machine": _machine(),
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "rows": rows,
-    }
-    print(json.dumps(record))
-    if not args.no_record:
-        RESULTS.parent.mkdir(exist_ok=True)
-        with RESULTS.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+    record("serving", rows, write=not args.no_record)
     return 1 if any(row["errors"] for row in rows) else 0
 
 
