@@ -8,6 +8,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from worker.kernels.cpu.compiling import compile_kernels
 from worker.kernels.cpu.program import ACTIVE, FAILED, MAX_TASKS, STATE_WORDS, follow, lead
 
 
@@ -15,7 +16,8 @@ class Pool:
     """`num_threads` threads, the caller's included. Programs are executed one after the other."""
 
     def __init__(self, num_threads: int) -> None:
-        """Start the threads; they are daemons and sleep between programs."""
+        """Start the threads; they are daemons and sleep between programs. Compiles what is not compiled yet."""
+        compile_kernels()
         self.num_threads = num_threads
         self._turn = threading.Lock()
         self._state = np.zeros(STATE_WORDS, dtype=np.int64)
