@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -30,6 +29,7 @@ from common.adapter_format.quantize import quantize
 from common.adapter_format.validate import WEIGHTS_FILE, validate
 from loraplex.cli.base_source import resolve_base
 from loraplex.manifest import read_manifest
+from worker.cores import usable_cores
 from worker.engine.plan import BASE_SLOT, NewRequest, SequenceStep, StepPlan
 from worker.kernels.cpu.backend import CpuKernels
 from worker.kernels.cpu.pool import Pool
@@ -122,7 +122,7 @@ def main() -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--base", help="base model folder or hub id; default: the demo base")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--no-record", action="store_true", help="do not write bench/results/")
     args = parser.parse_args()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import os
 import signal
 import socket
 import sys
@@ -23,6 +22,7 @@ import structlog
 
 from common.telemetry import LogFormat, configure_logs
 from loraplex.errors import ArtifactUnreachable, LoraplexError
+from worker.cores import usable_cores
 from worker.engine.config import EngineConfig
 from worker.engine.inbox import Inbox, MailboxClosed
 from worker.engine.loader import Loader
@@ -221,7 +221,7 @@ def _open_model_runner(options: EngineOptions) -> OpenedRunner:
         max_resident_adapters=options.max_resident_adapters,
         max_prefill_tokens=options.max_prefill_tokens,
         base_digest=options.base_digest or read_manifest(options.base_dir).digest(),
-        threads=options.threads or default_threads(),
+        threads=options.threads or usable_cores(),
     )
 
 
@@ -229,11 +229,6 @@ def _positive(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
-
-
-def default_threads() -> int:
-    """Return the cores this process may use. Others want them too, but nobody waits for a thread without one."""
-    return len(os.sched_getaffinity(0))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -61,7 +61,7 @@ class WorkerSettings(AdminSettings):
     prefix_cache: bool = Field(
         True, description="reuse what was computed for equal beginnings of prompts, per tenant and adapter"
     )
-    threads: Count | None = Field(None, description="threads that compute (default: one for each core)")
+    threads: Count | None = Field(None, description="threads that compute (default: one for each core that it may use)")
     engine_silence_s: Annotated[float, Field(gt=0, le=86_400)] = Field(
         300.0, description="seconds the engine may say nothing while it has requests before it is killed and restarted"
     )

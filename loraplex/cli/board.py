@@ -61,7 +61,7 @@ class LineBoard:
 
     def _detail(self, status: Status) -> str:
         """Return what stands behind the state: how long the start took, once it is over."""
-        if status.state == "starting":
+        if status.state == "starting" and not status.detail:
             self._start_s[status.name] = time.monotonic()
         elif status.state == "ready" and status.name in self._start_s:
             return f"after {time.monotonic() - self._start_s.pop(status.name):.1f} s"

@@ -12,14 +12,29 @@ _DULL: Final = ("event", "level", "timestamp", "service", "exception")
 
 def tail(file: Path, num_lines: int = 8) -> list[str]:
     """Return the last readable lines of a log; empty where there is none."""
+    return [readable(line) for line in _last_lines(file) if line.strip()][-num_lines:]
+
+
+def last_progress(file: Path, begin: int) -> str:
+    """Return the last `progress` in a log from byte `begin`: what a service tells those who wait for it, or nothing."""
+    for line in reversed(_last_lines(file, begin)):
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(entry, dict) and isinstance(entry.get("progress"), str):
+            return str(entry["progress"])
+    return ""
+
+
+def _last_lines(file: Path, begin: int = 0) -> list[str]:
     try:
         with file.open("rb") as stream:
             stream.seek(0, 2)
-            stream.seek(max(0, stream.tell() - _TAIL_BYTES))
-            lines = stream.read().decode("utf-8", "replace").splitlines()
+            stream.seek(max(0, min(begin, stream.tell()), stream.tell() - _TAIL_BYTES))
+            return stream.read().decode("utf-8", "replace").splitlines()
     except OSError:
         return []
-    return [readable(line) for line in lines if line.strip()][-num_lines:]
 
 
 def readable(line: str) -> str:

@@ -17,13 +17,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from loraplex.calls import CHANNEL_OPTIONS
 from loraplex.cli.guard import guarded
-from loraplex.cli.log_tail import tail
+from loraplex.cli.log_tail import last_progress, tail
 from loraplex.cli.restarts import Ended, History
 from loraplex.errors import FailedPrecondition
 
 State = Literal["starting", "ready", "not ready", "restarting", "failed", "stopping", "stopped"]
 _KILL_WAIT_S: Final = 5.0
 _RECONNECT_S: Final = 0.2
+_LOOK_AGAIN_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,7 @@ class ServiceProcess:
     async def _run_once(self) -> Ended:
         self._ready_since_s = None
         with self.spec.log_file.open("ab") as log:
+            said_before = log.tell()
             self._process = process = await asyncio.create_subprocess_exec(
                 *guarded("-m", *self.spec.command),
                 cwd=self.spec.cwd,
@@ -125,7 +127,9 @@ class ServiceProcess:
         self._tell("starting", "")
         async with asyncio.TaskGroup() as tasks:
             self._watching = tasks.create_task(self._watch_health())
+            following = tasks.create_task(self._tell_progress(said_before))
             code = await process.wait()
+            following.cancel()
             self.kill()  # what it started and left behind, such as an engine whose front end died
             self._watching.cancel()
         self.ready.clear()
@@ -141,6 +145,16 @@ class ServiceProcess:
                         self._on_health(serving=response.status == health_pb2.HealthCheckResponse.SERVING)
                 await asyncio.sleep(_RECONNECT_S)  # a process that died is told of by its owner, who cancels us now
                 self._on_health(serving=False)
+
+    async def _tell_progress(self, begin: int) -> None:
+        """Tell what takes so long while the process starts, where it says so in its log."""
+        told = ""
+        while not self.ready.is_set():
+            progress = last_progress(self.spec.log_file, begin)
+            if progress != told and not self._stopping.is_set():
+                told = progress
+                self._tell("starting", progress)
+            await asyncio.sleep(_LOOK_AGAIN_S)  # there is no event for a line in a file
 
     def _on_health(self, *, serving: bool) -> None:
         if self._stopping.is_set() or serving == self.ready.is_set():

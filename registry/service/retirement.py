@@ -43,8 +43,10 @@ class Retirement:
             await self._more.wait()
             due, digests = self._waiting[0]
             await asyncio.sleep(due - asyncio.get_running_loop().time())
+            # What was named and retired again meanwhile has a grace of its own.
+            again = frozenset[str]().union(*(later for _, later in self._waiting if later is not digests))
             try:
-                await collect(self._store, self._artifacts, digests)
+                await collect(self._store, self._artifacts, digests - again)
             except LoraplexError:  # the database is away; the next start removes them
                 log.warning("registry.artifacts_not_removed", count=len(digests), exc_info=True)
             self._waiting.popleft()

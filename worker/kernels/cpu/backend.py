@@ -1,14 +1,14 @@
 """`Kernels` for CPUs: a step's operators are noted as a program, which a pool of threads executes when it is complete.
 
-Activations are float32, contiguous. Nothing is computed before `finish`: the tensors returned until then are room for
-results.
+Activations are float32, contiguous. Nothing needs to be computed before `finish`: the tensors returned until then are
+room for results. But a program keeps all of its intermediate results alive, so a long prompt's is executed in parts.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from worker.kernels.cpu.program import ROW, Op
 from worker.kernels.layout import Arena, Batch, Rows, Site
 from worker.kernels.linear import Linear
 from worker.kernels.tiles import PlacedAdapter
+
+PART_BYTES: Final = 2**26
+"""Results of a program's operations after which it is executed without waiting for more."""
 
 
 class CpuKernels:
@@ -70,6 +73,8 @@ class CpuStep:
                 *(self._keep(starts), len(starts), starts.shape[1] - 1),
             )
             self._lora_rows = (self._keep(rows), self._keep(groups), len(rows))
+        self._num_kept = len(self._alive)  # to the end of the step
+        self._room_bytes = 0
 
     def linear(self, linear: Linear, x: Tensor) -> Tensor:
         """See StepKernels."""
@@ -131,9 +136,13 @@ class CpuStep:
             row[: len(values)] = values
         self._kernels.pool.run(program)
         self._program.clear()
+        del self._alive[self._num_kept :]
+        self._room_bytes = 0
 
     def _room(self, *shape: int) -> Tensor:
-        return torch.empty(shape)
+        room = torch.empty(shape)
+        self._room_bytes += room.nbytes
+        return room
 
     def _at(self, tensor: Tensor) -> int:
         """Return a tensor's address, and keep it for as long as the program may be executed."""
@@ -146,6 +155,8 @@ class CpuStep:
 
     def _note(self, *row: int) -> None:
         self._program.append(row)
+        if self._room_bytes > PART_BYTES:
+            self.finish()
 
 
 def _bits(value: float) -> int:

@@ -43,7 +43,7 @@ ROW: Final = 24
 """Numbers in a row."""
 
 # The words that threads share.
-TICKET, DONE, CURRENT, ACTIVE = 0, 8, 16, 24  # a cache line apart
+TICKET, DONE, CURRENT, ACTIVE, FAILED = 0, 8, 16, 24, 25  # a cache line apart, but for what is seldom written
 STATE_WORDS: Final = 32
 
 # A ticket: | sequence number | tasks | next task |. The sequence number makes a thread that was off its core fail to
@@ -150,14 +150,21 @@ def _take_tasks(state: Any) -> bool:
         if compare_and_set(state, TICKET, ticket, ticket + 1):
             # The operation cannot end before this task has: its row stays where it is.
             row = carray(address(atomic_load(state, CURRENT)), (ROW,), np.int64)
-            run_task(row, task)
+            try:
+                run_task(row, task)
+            except Exception:  # noqa: BLE001 - all that is raised is MemoryError, which compiled code cannot name
+                atomic_store(state, FAILED, 1)
             atomic_add(state, DONE, 1)
             any_taken = True
 
 
 @njit(nogil=True, **COMPILED)
 def lead(program: Any, state: Any) -> None:
-    """Execute all rows of `program` [n, ROW] int64 in order, with whoever is in `follow` on the same state."""
+    """Execute all rows of `program` [n, ROW] int64 in order, with whoever is in `follow` on the same state.
+
+    A task that raises sets FAILED and counts as done: its operation ends first, so that nobody is left in the middle of
+    it or waits for it, and then the program.
+    """
     for index in range(len(program)):
         tasks = program[index, 1]
         atomic_store(state, DONE, 0)
@@ -170,6 +177,8 @@ def lead(program: Any, state: Any) -> None:
             waited += 1
             if waited > 200:  # some tenths of a microsecond each
                 yield_core()
+        if atomic_load(state, FAILED):
+            return
 
 
 @njit(nogil=True, **COMPILED)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 
-from loraplex.cli.log_tail import readable, tail
+from loraplex.cli.log_tail import last_progress, readable, tail
 
 
 def test_json_lines_become_readable_and_plain_lines_stay():
@@ -28,3 +28,14 @@ def test_only_the_end_is_read(tmp_path):
 
 def test_no_log_is_no_lines(tmp_path):
     assert tail(tmp_path / "absent.log") == []
+
+
+def test_the_last_progress_of_this_start_is_found(tmp_path):
+    log = tmp_path / "x.log"
+    log.write_text('{"event": "compiling", "progress": "of the start before"}\n')
+    begin = log.stat().st_size
+    assert last_progress(log, begin) == last_progress(tmp_path / "absent.log", 0) == ""
+    with log.open("a") as more:
+        more.write('plain\n{"event": "compiling", "progress": "one"}\n{"event": "compiling", "progress": "two"}\n')
+        more.write('{"event": "connected"}\n17\n{"progress": 3}\n{"event": "cut o')
+    assert last_progress(log, begin) == "two"

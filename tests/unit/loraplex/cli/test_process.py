@@ -188,3 +188,22 @@ def test_a_guard_whose_parent_is_gone_starts_nothing(tmp_path):
     command[4] = "1" if os.getpid() != 1 else "2"  # not the parent it will find
     assert subprocess.run(command, check=False).returncode == 1
     assert not (tmp_path / "made").exists()
+
+
+async def test_what_takes_long_at_a_start_is_told(tmp_path):
+    waits = """
+import json, os
+print(json.dumps({"event": "kernels.compiling", "progress": "compiling kernels"}), flush=True)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR2])
+while not os.path.exists("go"):
+    time.sleep(0.02)
+"""
+    watched = Watched(tmp_path, script(before=waits))
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(watched.process.supervise())
+        await watched.until(lambda: "compiling kernels" in [status.detail for status in watched.told])
+        assert watched.told[-1].state == "starting"
+        (tmp_path / "go").touch()
+        await watched.until(watched.process.ready.is_set)
+        await watched.process.stop(patience_s=10)
+    assert [status.state for status in watched.told] == ["starting", "starting", "ready", "stopping", "stopped"]

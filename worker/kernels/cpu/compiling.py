@@ -1,0 +1,37 @@
+"""Compiles all kernels, or reads what was compiled before, at one time and by one process."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Final
+
+import numba
+import structlog
+from numba import types
+
+from worker.kernels.cpu.cache import exclusive
+from worker.kernels.cpu.program import follow, lead
+
+_PROGRESS: Final = "compiling kernels, once for this machine; takes about a minute"
+"""`loraplex up` shows it while the worker starts."""
+_STATE: Final = types.Array(types.int64, 1, "C")
+_PROGRAM: Final = types.Array(types.int64, 2, "C")
+_once = threading.Lock()
+
+log = structlog.get_logger(__name__)
+
+
+def compile_kernels() -> None:
+    """Make `lead` and `follow`, and with them all that they call, ready to be called; done once in a process."""
+    with _once:
+        if lead.signatures and follow.signatures:
+            return
+        folder = Path(numba.config.CACHE_DIR)
+        with exclusive(folder) as whole:
+            if not whole:
+                log.info("kernels.compiling", cache=str(folder), progress=_PROGRESS)
+            lead.compile((_PROGRAM, _STATE))
+            follow.compile((_STATE,))
+        lead.disable_compile()
+        follow.disable_compile()
