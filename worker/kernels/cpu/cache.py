@@ -90,7 +90,8 @@ def _take(lock: int, folder: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        log.info("kernels.waiting", cache=str(folder), progress="waiting for a process that compiles kernels")
+        if not (folder / SEAL).exists():  # else it only reads
+            log.info("kernels.waiting", cache=str(folder), progress="waiting for a process that compiles kernels")
         fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError as error:  # a file system without locks: most starts meet nobody
         log.warning("kernels.cache_without_lock", cache=str(folder), error=str(error))
