@@ -133,7 +133,7 @@ def main() -> int:
         folder,
         device="cpu",
         dtype="float32",
-        kv_cache_bytes=None,
+        arena_bytes=None,
         max_context_tokens=512,
         max_running_requests=max(args.batch),
         max_resident_adapters=ADAPTERS,

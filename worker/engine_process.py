@@ -70,7 +70,7 @@ class EngineOptions:
     base_digest: str
     device: str
     dtype: str
-    kv_cache_bytes: int | None
+    arena_bytes: int | None
     max_context_tokens: int | None
     max_running_requests: int
     max_resident_adapters: int
@@ -92,7 +92,7 @@ def parse_options(argv: Sequence[str]) -> EngineOptions:
     parser.add_argument("--base-digest", default="", help="its digest, if known; it is computed otherwise")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
-    parser.add_argument("--kv-cache-bytes", type=_positive, default=None, help="default: the runner decides")
+    parser.add_argument("--arena-bytes", type=_positive, default=None, help="default: the runner decides")
     parser.add_argument("--max-context-tokens", type=_positive, default=None, help="default: the model's")
     parser.add_argument("--max-running-requests", type=_positive, default=64)
     parser.add_argument("--max-resident-adapters", type=_positive, default=32)
@@ -164,7 +164,7 @@ def _start(
 def _config(options: EngineOptions, runner: OpenedRunner) -> EngineConfig:
     kv_tokens = runner.total_blocks * runner.block_tokens
     if kv_tokens < runner.max_context_tokens:
-        log.warning("engine.context_capped_by_kv_cache", kv_tokens=kv_tokens, model_tokens=runner.max_context_tokens)
+        log.warning("engine.context_capped_by_arena", kv_tokens=kv_tokens, model_tokens=runner.max_context_tokens)
     return EngineConfig(
         vocab_size=runner.vocab_size,
         eos_token_ids=runner.eos_token_ids,
@@ -215,7 +215,7 @@ def _open_model_runner(options: EngineOptions) -> OpenedRunner:
         options.base_dir,
         device=options.device,
         dtype=options.dtype,
-        kv_cache_bytes=options.kv_cache_bytes,
+        arena_bytes=options.arena_bytes,
         max_context_tokens=options.max_context_tokens,
         max_running_requests=options.max_running_requests,
         max_resident_adapters=options.max_resident_adapters,

@@ -37,7 +37,7 @@ class WorkerSettings(AdminSettings):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="dtype of weights and KV cache; CPUs leave bfloat16 weights so and compute in float32"
     )
-    kv_cache_bytes: Count | None = Field(
+    arena_bytes: Count | None = Field(
         None,
         description="bytes of the arena that KV cache and adapters share (default: a quarter of the free memory, "
         "1 GiB at most; on a GPU 80 % of it)",
@@ -78,7 +78,7 @@ class WorkerSettings(AdminSettings):
             "base-digest": base_digest,
             "device": self.device,
             "dtype": self.dtype,
-            "kv-cache-bytes": self.kv_cache_bytes,
+            "arena-bytes": self.arena_bytes,
             "max-context-tokens": self.max_context_tokens,
             "max-running-requests": self.max_running_requests,
             "max-resident-adapters": self.max_resident_adapters,

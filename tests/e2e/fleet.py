@@ -186,7 +186,7 @@ class Fleet:
         """Return a worker that is not started yet."""
         where = ["--base-dir", str(self.base), "--cache-dir", str(self.state / name), "--worker-id", name]
         limits = ["--max-running-requests", "4", "--max-waiting-requests", "2", "--max-prefill-tokens", "32"]
-        engine = ["--dtype", "float32", "--device", "cpu", "--threads", "1", "--kv-cache-bytes", str(96 * 2**20)]
+        engine = ["--dtype", "float32", "--device", "cpu", "--threads", "1", "--arena-bytes", str(96 * 2**20)]
         drain = ["--drain-notice-s", "0.5", "--drain-timeout-s", "20"]
         patience = ["--engine-silence-s", "2", "--stream-stall-s", "4"]
         return Service(

@@ -65,7 +65,7 @@ def alone(base: Path, jobs: list[Job]) -> list[list[int]]:
 def test_a_request_answers_as_if_it_were_alone(
     base: Path, jobs: list[Job], alone: list[list[int]], max_prefill_tokens: int, prefix_cache: bool
 ) -> None:
-    runner = open_runner(base, kv_cache_bytes=20 * BLOCK_BYTES, max_running_requests=32)
+    runner = open_runner(base, arena_bytes=20 * BLOCK_BYTES, max_running_requests=32)
     assert runner.total_blocks == 20
     session = EngineSession(
         runner, max_prefill_tokens=max_prefill_tokens, max_resident_adapters=2, prefix_cache=prefix_cache

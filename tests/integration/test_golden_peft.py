@@ -66,7 +66,7 @@ class Golden:
             self.folder,
             device="cpu",
             dtype=dtype,
-            kv_cache_bytes=None,
+            arena_bytes=None,
             max_context_tokens=512,
             max_running_requests=32,
             max_resident_adapters=len(NAMES),

@@ -92,7 +92,7 @@ def adapter_too_large(file: AdapterFile, config: EngineConfig) -> Problem | None
     limit, option = config.max_adapter_bytes, "max_adapter_bytes"
     arena_bytes = (config.total_blocks - 2) * config.adapter_chunk_bytes
     if config.adapter_chunk_bytes and (limit is None or arena_bytes < limit):
-        limit, option = max(0, arena_bytes), "kv_cache_bytes"
+        limit, option = max(0, arena_bytes), "arena_bytes"
     if limit is None or file.artifact_bytes <= limit:
         return None
     return Problem(

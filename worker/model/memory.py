@@ -44,15 +44,15 @@ def plan_arena(
 ) -> ArenaPlan:
     """Fit as many chunks as there are into `arena_bytes`, each of a KV block's size.
 
-    Raises InvalidParameter (field `kv_cache_bytes` or `max_context_tokens`) when one block, or the context asked for,
+    Raises InvalidParameter (field `arena_bytes` or `max_context_tokens`) when one block, or the context asked for,
     does not fit.
     """
     per_block = block_bytes(config, itemsize)
     affordable = arena_bytes // per_block
     if affordable < 1:
         raise InvalidParameter(
-            f"kv_cache_bytes {arena_bytes} holds no KV block of this model; give at least {per_block}",
-            field="kv_cache_bytes",
+            f"arena_bytes {arena_bytes} holds no KV block of this model; give at least {per_block}",
+            field="arena_bytes",
             minimum=per_block,
         )
     context = config.max_context_tokens
@@ -67,7 +67,7 @@ def plan_arena(
             needed = -(-max_context_tokens // BLOCK_TOKENS) * per_block
             raise InvalidParameter(
                 f"a context of {max_context_tokens} tokens needs {needed} bytes of KV cache, {arena_bytes} are given; "
-                "raise kv_cache_bytes or lower max_context_tokens",
+                "raise arena_bytes or lower max_context_tokens",
                 field="max_context_tokens",
                 needed=needed,
             )

@@ -81,7 +81,7 @@ class ModelRunner:
         *,
         device: str,
         dtype: str,
-        kv_cache_bytes: int | None,
+        arena_bytes: int | None,
         max_context_tokens: int | None,
         max_running_requests: int,
         max_resident_adapters: int,
@@ -101,12 +101,12 @@ class ModelRunner:
         dtype_name = choose_dtype(dtype, torch_device)
         torch_dtype = DTYPES[dtype_name]
         weights = load_weights(base_dir, config, device=torch_device, dtype=torch_dtype)
-        if kv_cache_bytes is None:
-            kv_cache_bytes = default_arena_bytes(torch_device.type, free_bytes(torch_device))
+        if arena_bytes is None:
+            arena_bytes = default_arena_bytes(torch_device.type, free_bytes(torch_device))
         plan = plan_arena(
             config,
             itemsize=torch_dtype.itemsize,
-            arena_bytes=kv_cache_bytes,
+            arena_bytes=arena_bytes,
             max_context_tokens=max_context_tokens,
         )
         shape = AttentionShape(config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim)

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 import httpx2
 import openai
 import pytest
-from openai.types.chat import ChatCompletionMessageParam
 
 from tests.integration.router_fakes import (
     FakeRegistry,
@@ -17,8 +16,6 @@ from tests.integration.router_fakes import (
     base_entry,
     running_router,
 )
-
-USER: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Hi"}]
 
 
 @pytest.fixture

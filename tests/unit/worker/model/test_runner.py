@@ -54,10 +54,10 @@ def test_a_sliding_window_caps_the_context(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("limits", "field"),
     [
-        ({"kv_cache_bytes": 8191}, "kv_cache_bytes"),
+        ({"arena_bytes": 8191}, "arena_bytes"),
         ({"max_context_tokens": 257}, "max_context_tokens"),
         ({"max_context_tokens": 1}, "max_context_tokens"),
-        ({"max_context_tokens": 33, "kv_cache_bytes": 2 * 8192}, "max_context_tokens"),
+        ({"max_context_tokens": 33, "arena_bytes": 2 * 8192}, "max_context_tokens"),
         ({"device": "tpu"}, "device"),
         ({"dtype": "float16"}, "dtype"),
     ],
@@ -69,7 +69,7 @@ def test_limits_that_cannot_be_are_refused_by_name(limits: dict[str, object], fi
 
 
 def test_a_small_cache_shortens_the_context(llama_folder: Path) -> None:
-    runner = open_runner(llama_folder, kv_cache_bytes=3 * 8192 + 100)
+    runner = open_runner(llama_folder, arena_bytes=3 * 8192 + 100)
     assert (runner.total_blocks, runner.max_context_tokens) == (3, 48)
 
 

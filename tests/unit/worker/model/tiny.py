@@ -89,7 +89,7 @@ def open_runner(folder: Path, **changes: Any) -> ModelRunner:
     settings: dict[str, Any] = {
         "device": "cpu",
         "dtype": "float32",
-        "kv_cache_bytes": None,
+        "arena_bytes": None,
         "max_context_tokens": None,
         "max_running_requests": 8,
         "max_resident_adapters": 4,

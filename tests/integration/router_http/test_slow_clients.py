@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 
 import httpx2
-import pytest
 
 from tests.integration.router_fakes import (
     FakeRegistry,
     FakeWorker,
-    adapter_entry,
-    base_entry,
     eventually,
     never_answer,
     running_router,
@@ -21,20 +17,6 @@ from tests.integration.router_fakes import (
 
 BODY = json.dumps({"model": "sql", "messages": [{"role": "user", "content": "Hi"}]}).encode()
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: test\r\ncontent-length: %d\r\n\r\n" % len(BODY)
-
-
-@pytest.fixture
-async def registry() -> AsyncIterator[FakeRegistry]:
-    fake = await FakeRegistry(base_entry(), adapter_entry("sql")).start()
-    yield fake
-    await fake.stop()
-
-
-@pytest.fixture
-async def worker() -> AsyncIterator[FakeWorker]:
-    fake = await FakeWorker().start()
-    yield fake
-    await fake.stop()
 
 
 async def answer_to(port: int, first: bytes) -> tuple[int, dict[str, object]]:

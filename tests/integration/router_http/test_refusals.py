@@ -20,45 +20,12 @@ from tests.integration.router_fakes import (
     RunningRouter,
     adapter_entry,
     babble_forever,
-    base_entry,
     never_answer,
     raising,
     running_router,
 )
 
 USER: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Hi"}]
-
-
-@pytest.fixture
-async def registry() -> AsyncIterator[FakeRegistry]:
-    fake = await FakeRegistry(base_entry(), adapter_entry("sql")).start()
-    yield fake
-    await fake.stop()
-
-
-@pytest.fixture
-async def worker() -> AsyncIterator[FakeWorker]:
-    fake = await FakeWorker().start()
-    yield fake
-    await fake.stop()
-
-
-@pytest.fixture
-async def router(registry: FakeRegistry, worker: FakeWorker) -> AsyncIterator[RunningRouter]:
-    async with running_router(registry.address, worker.address) as running:
-        yield running
-
-
-@pytest.fixture
-async def client(router: RunningRouter) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
-
-
-@pytest.fixture
-async def raw(router: RunningRouter) -> AsyncIterator[httpx2.AsyncClient]:
-    async with httpx2.AsyncClient(base_url=router.url, timeout=10) as made:
-        yield made
 
 
 def events_of(text: str) -> list[str]:
