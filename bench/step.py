@@ -31,7 +31,7 @@ from loraplex.cli.base_source import resolve_base
 from loraplex.manifest import read_manifest
 from worker.cores import usable_cores
 from worker.engine.plan import BASE_SLOT, NewRequest, SequenceStep, StepPlan
-from worker.kernels.cpu.backend import CpuKernels
+from worker.kernels.cpu.backend import CpuBackend
 from worker.kernels.cpu.pool import Pool
 from worker.kernels.cpu.program import Op
 from worker.mailbox import Sampling
@@ -139,7 +139,7 @@ def main() -> int:
         max_resident_adapters=ADAPTERS,
         max_prefill_tokens=256,
         base_digest=read_manifest(folder).digest(),
-        backend=lambda arena, cos, sin: CpuKernels(arena, cos, sin, pool),
+        backend=CpuBackend(pool),
     )
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory(prefix="loraplex-bench-") as scratch:

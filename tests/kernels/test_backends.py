@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from tests.kernels.arena import NUM_CHUNKS, NUM_LAYERS, add_adapter, batch_of, make_arena, randn
-from worker.kernels.cpu.backend import CpuKernels
+from worker.kernels.cpu.backend import CpuBackend
 from worker.kernels.cpu.pool import shared_pool
-from worker.kernels.eager import EagerKernels
-from worker.kernels.interface import Kernels, StepKernels
+from worker.kernels.eager import EagerBackend
+from worker.kernels.interface import Backend, StepKernels
 from worker.kernels.layout import Arena, AttentionShape, Site
 from worker.kernels.linear import Linear
-from worker.kernels.reference import ReferenceKernels
+from worker.kernels.reference import ReferenceBackend
 from worker.kernels.tiles import Format, PlacedAdapter
 
 SMALL = AttentionShape(NUM_LAYERS, 4, 2, 16)
@@ -24,19 +24,21 @@ WIDE = AttentionShape(NUM_LAYERS, 4, 2, 64)
 COS32, SIN32 = (randn(300, 32, seed=2) * 100).cos(), (randn(300, 32, seed=2) * 100).sin()
 COS, SIN = (randn(300, 12, seed=2) * 100).cos(), (randn(300, 12, seed=2) * 100).sin()
 
-Backend = Callable[[Arena, Tensor, Tensor], Kernels]
-
 
 def cpu(num_threads: int) -> Backend:
-    return lambda arena, cos, sin: CpuKernels(arena, cos, sin, shared_pool(num_threads))
+    return CpuBackend(shared_pool(num_threads))
 
 
-BACKENDS: dict[str, Backend] = {"one thread": cpu(1), "three threads": cpu(3), "eager": EagerKernels}
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "one thread": lambda: cpu(1),
+    "three threads": lambda: cpu(3),
+    "eager": EagerBackend,
+}
 
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Backend:
-    return BACKENDS[str(request.param)]
+    return BACKENDS[str(request.param)]()
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
@@ -45,13 +47,13 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
     assert error < 1e-5
 
 
-def both(backend: Backend, compute: Callable[[StepKernels], Tensor], rows: int) -> tuple[Tensor, Tensor]:
+def both(backend: Backend, compute: Callable[[Backend, StepKernels], Tensor], rows: int) -> tuple[Tensor, Tensor]:
     """Compute over `rows` rows of the base by the backend and by the oracle."""
     results = []
-    for make in (backend, ReferenceKernels):
+    for one in (backend, ReferenceBackend()):
         arena = make_arena(SMALL)
-        step = make(arena, COS, SIN).step(batch_of([(0, 1)] * rows, {}, [-1] * rows))
-        result = compute(step)
+        step = one.bind(arena, COS, SIN).step(batch_of([(0, 1)] * rows, {}, [-1] * rows))
+        result = compute(one, step)
         step.finish()
         results.append(result)
     return results[0], results[1]
@@ -63,19 +65,19 @@ def both(backend: Backend, compute: Callable[[StepKernels], Tensor], rows: int) 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 33])
 def test_linear(backend: Backend, rows: int, out: int, inner: int, biased: bool, dtype: torch.dtype) -> None:
     weight, bias, x = randn(out, inner, dtype=dtype), randn(out, seed=1) if biased else None, randn(rows, inner, seed=2)
-    assert_close(*both(backend, lambda step: step.linear(Linear(weight, bias), x), rows))
+    assert_close(*both(backend, lambda one, step: step.linear(one.pack(Linear.plain(weight, bias)), x), rows))
 
 
 @pytest.mark.parametrize("rows", [1, 9])
 def test_rms_norm(backend: Backend, rows: int) -> None:
     x, weight = randn(rows, 64) * 3, randn(64, seed=1)
-    assert_close(*both(backend, lambda step: step.rms_norm(x, weight, 1e-5), rows))
+    assert_close(*both(backend, lambda _, step: step.rms_norm(x, weight, 1e-5), rows))
 
 
 def test_add_rms_norm_and_add(backend: Backend) -> None:
     weight, delta = randn(64, seed=1), randn(5, 64, seed=2)
 
-    def compute(step: StepKernels) -> Tensor:
+    def compute(_: Backend, step: StepKernels) -> Tensor:
         residual = randn(5, 64)
         normed = step.add_rms_norm(residual, delta, weight, 1e-5)
         step.add(residual, normed)
@@ -88,7 +90,7 @@ def test_silu_mul(backend: Backend) -> None:
     def gate_up() -> Tensor:
         return torch.cat([randn(6, 48) * 4, torch.tensor([[-100.0, 100.0, 0.0] * 16])])
 
-    assert_close(*both(backend, lambda step: step.silu_mul(gate_up()), 7))
+    assert_close(*both(backend, lambda _, step: step.silu_mul(gate_up()), 7))
 
 
 LENGTHS = {
@@ -113,7 +115,7 @@ def test_attention(
     chosen = LENGTHS[lengths]
     fused = randn(sum(count for _, count in chosen), (heads + 2 * kv_heads) * dim, seed=5)
     outputs, caches = [], []
-    for make in (backend, ReferenceKernels):
+    for one in (backend, ReferenceBackend()):
         arena = make_arena(shape, dtype)
         batch = batch_of(chosen, {}, [-1] * len(chosen))
         for request in batch.requests:  # what was computed before; the rest of its blocks is still NaN
@@ -121,7 +123,7 @@ def test_attention(
                 past = randn(2, kv_heads, dim, seed=1000 * request.start + position)
                 arena.kv[request.block_ids[position // 16], 1, :, :, position % 16] = past
         before = arena.kv[:, 0].clone()
-        step = make(arena, angles.cos(), angles.sin()).step(batch)
+        step = one.bind(arena, angles.cos(), angles.sin()).step(batch)
         outputs.append(step.attention(fused.clone(), 1, weight, 1e-5))
         step.finish()
         caches.append(arena.kv)
@@ -149,7 +151,7 @@ def test_attention_of_a_broken_row_stays_its_own(backend: Backend) -> None:
         if broken:
             poisoned[0] = torch.nan
             poisoned[0, 0] = torch.inf
-        step = backend(arena, COS[:, :8], SIN[:, :8]).step(batch)
+        step = backend.bind(arena, COS[:, :8], SIN[:, :8]).step(batch)
         results.append(step.attention(poisoned, 1, None, 1e-5))
         step.finish()
     assert torch.equal(results[0][1:], results[1][1:])
@@ -192,10 +194,10 @@ def test_lora_add(backend: Backend, ranks: tuple[int, ...], popularity: str, kin
     slots = POPULARITY[popularity](rows)
     x, y = randn(rows, 80, seed=7), randn(rows, 256, seed=8)
     results = []
-    for make in (backend, ReferenceKernels):
+    for one in (backend, ReferenceBackend()):
         arena = make_arena(WIDE, num_chunks=200)
         batch = batch_of([(0, 1)] * rows, adapters_in(arena, slots, ranks, kind), slots)
-        kernels = make(arena, COS, SIN)
+        kernels = one.bind(arena, COS, SIN)
         step = kernels.step(batch)
         result = y.clone()
         step.lora_add(result, x, 1, Site.QKV)
@@ -219,8 +221,8 @@ def test_a_row_is_the_same_bit_for_bit_however_many_it_is_computed_with(rows: in
         arena = make_arena(WIDE, num_chunks=200)
         adapters = adapters_in(arena, slots, (16, 0, 4), None)
         chosen = sorted(slots)[:count]
-        step = cpu(2)(arena, COS32, SIN32).step(batch_of([(0, 1)] * count, adapters, chosen))
-        y = step.linear(Linear(weight, None), x[:count].clone())
+        step = cpu(2).bind(arena, COS32, SIN32).step(batch_of([(0, 1)] * count, adapters, chosen))
+        y = step.linear(cpu(2).pack(Linear.plain(weight, None)), x[:count].clone())
         wide = torch.zeros(count, 256)
         step.lora_add(wide, x[:count].clone(), 1, Site.QKV)
         attended = step.attention(randn(12, 8 * 64, seed=3)[:count].clone(), 0, None, 1e-5)
@@ -234,7 +236,7 @@ def test_a_prompt_is_the_same_bit_for_bit_in_chunks_and_whole() -> None:
     results = []
     for chunks in ([(0, 40)], [(0, 7), (7, 16), (23, 1), (24, 16)]):
         arena = make_arena(SMALL)
-        kernels = cpu(2)(arena, COS[:, :8], SIN[:, :8])
+        kernels = cpu(2).bind(arena, COS[:, :8], SIN[:, :8])
         parts = []
         for position, count in chunks:
             batch = batch_of([(0, 40)], {}, [-1])
@@ -244,7 +246,8 @@ def test_a_prompt_is_the_same_bit_for_bit_in_chunks_and_whole() -> None:
             slots = np.array([whole[p // 16] * 16 + p % 16 for p in range(position, position + count)])
             moved = type(rows)(rows.start, rows.count, rows.position, whole[: (position + count + 15) // 16], None)
             step = kernels.step(type(request)(request.token_ids, request.positions, slots, (moved,)))
-            parts.append(step.attention(fused[position : position + count].clone(), 0, None, 1e-5))
+            part = step.attention(fused[position : position + count].clone(), 0, None, 1e-5)
             step.finish()
+            parts.append(part.clone())  # the next step has its room
         results.append(torch.cat(parts))
     assert torch.equal(*results)

@@ -1,8 +1,7 @@
-"""The pool: tasks that raise, callers at the same time, and programs that are executed in parts."""
+"""The pool: tasks that raise, and callers at the same time."""
 
 from __future__ import annotations
 
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -10,8 +9,7 @@ import pytest
 import torch
 
 from tests.kernels.arena import batch_of, make_arena, randn
-from worker.kernels.cpu import backend
-from worker.kernels.cpu.backend import CpuKernels
+from worker.kernels.cpu.backend import CpuBackend
 from worker.kernels.cpu.pool import Pool
 from worker.kernels.cpu.program import ROW, Op
 from worker.kernels.layout import AttentionShape
@@ -29,8 +27,9 @@ def pool(request: pytest.FixtureRequest) -> Pool:
 
 
 def linear_of(pool: Pool, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    step = CpuKernels(make_arena(SHAPE), COS, SIN, pool).step(batch_of([(0, 1)] * len(x), {}, [-1] * len(x)))
-    y = step.linear(Linear(weight, None), x)
+    backend = CpuBackend(pool)
+    step = backend.bind(make_arena(SHAPE), COS, SIN).step(batch_of([(0, 1)] * len(x), {}, [-1] * len(x)))
+    y = step.linear(backend.pack(Linear.plain(weight, None)), x)
     step.finish()
     return y
 
@@ -73,24 +72,3 @@ def test_programs_of_several_callers_do_not_meet(pool: Pool) -> None:
 
     with ThreadPoolExecutor(4) as callers:
         assert all(callers.map(compute, range(4)))
-
-
-def test_a_long_program_is_executed_in_parts_and_lets_go_of_what_nobody_needs(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weights = [randn(64, 64, seed=n) / 8 for n in range(12)]
-    results = []
-    for part_bytes in (2**26, 5 * 30 * 64 * 4):
-        monkeypatch.setattr(backend, "PART_BYTES", part_bytes)
-        step = CpuKernels(make_arena(SHAPE), COS, SIN, pool).step(batch_of([(0, 30)], {}, [-1]))
-        alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
-        x, most = randn(30, 64, seed=20), 0
-        for weight in weights:
-            x = step.linear(Linear(weight, None), x)
-            alive.add(x)
-            most = max(most, len(alive))
-        step.finish()
-        results.append((x, most))
-    (whole, all_of_them), (parts, some) = results
-    assert torch.equal(whole, parts)
-    assert (all_of_them, some) == (12, 6)

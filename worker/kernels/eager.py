@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -23,6 +24,18 @@ class _Decodes:
     """[b, n]; rows with fewer blocks are filled up with block 0."""
     seen: Tensor
     """[b, 1, 1, n · BLOCK_TOKENS] bool."""
+
+
+class EagerBackend:
+    """`Backend` of the kernels in torch operators."""
+
+    def pack(self, linear: Linear) -> Linear:
+        """See Backend."""
+        return linear
+
+    def bind(self, arena: Arena, cos: Tensor, sin: Tensor) -> EagerKernels:
+        """See Backend."""
+        return EagerKernels(arena, cos, sin)
 
 
 class EagerKernels:
@@ -51,6 +64,10 @@ class EagerStep:
         singles = [request for request in batch.requests if request.count == 1]
         self._decodes = _decodes(singles, device) if singles else None
         self._lora = _spans(batch)
+
+    def embed(self, embedding: Linear, token_ids: NDArray[np.int64]) -> Tensor:
+        """See StepKernels."""
+        return functional.embedding(torch.from_numpy(token_ids).to(self._cos.device), embedding.weight)
 
     def linear(self, linear: Linear, x: Tensor) -> Tensor:
         """See StepKernels."""

@@ -8,17 +8,24 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
-from worker.kernels.layout import Batch, Site
+from worker.kernels.layout import Arena, Batch, Site
 from worker.kernels.linear import Linear
 
 
 class StepKernels(Protocol):
     """The operators over one step's T rows. Hq query heads, Hk key/value heads, D head dimensions.
 
-    Tensors are of the backend's activation dtype and contiguous.
+    Tensors are of the backend's activation dtype and contiguous; linears are as the backend packed them. Results
+    may be read after `finish`, until the next step begins.
     """
+
+    def embed(self, embedding: Linear, token_ids: NDArray[np.int64]) -> Tensor:
+        """Return the rows of W, [vocab, hidden], of some tokens: [T, hidden]."""
+        ...
 
     def linear(self, linear: Linear, x: Tensor) -> Tensor:
         """Return x Wᵀ + b, [T, out], for x [T, in]."""
@@ -67,4 +74,16 @@ class Kernels(Protocol):
 
     def step(self, batch: Batch) -> StepKernels:
         """Return the operators for a step; valid until the next call."""
+        ...
+
+
+class Backend(Protocol):
+    """A kind of kernels."""
+
+    def pack(self, linear: Linear) -> Linear:
+        """Return a plain linear as these kernels want it; may share its memory."""
+        ...
+
+    def bind(self, arena: Arena, cos: Tensor, sin: Tensor) -> Kernels:
+        """Return kernels for an arena and the tables of rotary positions, cos and sin [positions, D/2] float32."""
         ...

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.kernels.layout import Arena, Batch, Rows, Site
 from worker.kernels.linear import Linear
 from worker.kernels.tiles import Field, read_tile
+
+
+class ReferenceBackend:
+    """`Backend` of the oracle."""
+
+    def pack(self, linear: Linear) -> Linear:
+        """See Backend."""
+        return linear
+
+    def bind(self, arena: Arena, cos: Tensor, sin: Tensor) -> ReferenceKernels:
+        """See Backend."""
+        return ReferenceKernels(arena, cos, sin)
 
 
 class ReferenceKernels:
@@ -22,6 +36,10 @@ class ReferenceKernels:
         """See Kernels."""
         self._batch = batch
         return self
+
+    def embed(self, embedding: Linear, token_ids: NDArray[np.int64]) -> Tensor:
+        """See StepKernels."""
+        return embedding.weight[torch.from_numpy(token_ids)]
 
     def linear(self, linear: Linear, x: Tensor) -> Tensor:
         """See StepKernels."""

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from worker.kernels.interface import Kernels, StepKernels
 from worker.kernels.layout import Batch, Site
@@ -44,9 +43,8 @@ class Decoder:
 
     def _hidden(self, step: StepKernels, batch: Batch) -> Tensor:
         """Run all layers; returns [T, hidden] before the last norm."""
-        layers, embedding = self._weights.layers, self._weights.embedding
-        token_ids = torch.from_numpy(batch.token_ids).to(embedding.device)
-        residual = functional.embedding(token_ids, embedding).to(self._weights.norm.dtype)
+        layers = self._weights.layers
+        residual = step.embed(self._weights.embedding, batch.token_ids).to(self._weights.norm.dtype)
         x = step.rms_norm(residual, layers[0].input_norm, self._eps)
         for index, layer in enumerate(layers):
             delta = self._attention(step, x, layer, index)

@@ -6,7 +6,7 @@ Owns the model, the arena, the adapter slots and the sampler; decides nothing. `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import structlog
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from worker.adapters.device import BaseShape, DeviceAdapters
 from worker.engine.plan import BASE_SLOT, AdapterLoad, SequenceStep, StepPlan, StepResult
-from worker.kernels.eager import EagerKernels
-from worker.kernels.interface import Kernels
+from worker.kernels.eager import EagerBackend
+from worker.kernels.interface import Backend
 from worker.kernels.layout import BLOCK_TOKENS, Arena, AttentionShape
 from worker.kernels.tiles import usable_chunk_bytes
 from worker.model.batch import build_step
@@ -29,9 +29,6 @@ from worker.model.sampler import Sampler
 from worker.model.weights import load_weights
 
 log = structlog.get_logger(__name__)
-
-Backend = Callable[[Arena, Tensor, Tensor], Kernels]
-"""Makes kernels for an arena and the tables of rotary positions, cos and sin [positions, D/2] float32."""
 
 
 class ModelRunner:
@@ -100,7 +97,8 @@ class ModelRunner:
         torch_device = choose_device(device)
         dtype_name = choose_dtype(dtype, torch_device)
         torch_dtype = DTYPES[dtype_name]
-        weights = load_weights(base_dir, config, device=torch_device, dtype=torch_dtype)
+        backend = backend or _backend(torch_device, threads)
+        weights = load_weights(base_dir, config, device=torch_device, dtype=torch_dtype, pack=backend.pack)
         if arena_bytes is None:
             arena_bytes = default_arena_bytes(torch_device.type, free_bytes(torch_device))
         plan = plan_arena(
@@ -112,7 +110,7 @@ class ModelRunner:
         shape = AttentionShape(config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim)
         arena = Arena(shape, num_chunks=plan.num_chunks, dtype=torch_dtype, device=torch_device)
         cos, sin = (table.to(torch_device) for table in config.rope.tables(plan.max_context_tokens))
-        kernels = (backend or _backend(torch_device, threads))(arena, cos, sin)
+        kernels = backend.bind(arena, cos, sin)
         base = BaseShape(base_digest, config.num_layers, config.module_shapes())
         log.info(
             "model.opened",
@@ -195,9 +193,9 @@ class ModelRunner:
 def _backend(device: torch.device, threads: int) -> Backend:
     """Return the kernels for a device; `threads` compute on a CPU. `kernels.triton` is no backend yet."""
     if device.type != "cpu":
-        return EagerKernels
+        return EagerBackend()
     # Their compiler takes a second to import, which a GPU's worker can do without.
-    from worker.kernels.cpu.backend import CpuKernels  # noqa: PLC0415
+    from worker.kernels.cpu.backend import CpuBackend  # noqa: PLC0415
     from worker.kernels.cpu.pool import shared_pool  # noqa: PLC0415
 
-    return lambda arena, cos, sin: CpuKernels(arena, cos, sin, shared_pool(threads))
+    return CpuBackend(shared_pool(threads))

@@ -7,6 +7,7 @@ through memory maps, one layer at a time. A tensor that is missing, misshapen or
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,32 +42,40 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """All of a base model; `lm_head` has the weight of `embedding` [vocab, hidden] where they are tied."""
+    """All of a base model; `lm_head` is `embedding`, its weight [vocab, hidden], where they are tied."""
 
-    embedding: Tensor
+    embedding: Linear
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     lm_head: Linear
 
 
-def load_weights(folder: Path, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> ModelWeights:
-    """Load `folder`'s safetensors onto `device`, to compute in `dtype`.
+def load_weights(
+    folder: Path,
+    config: ModelConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    pack: Callable[[Linear], Linear] = lambda linear: linear,
+) -> ModelWeights:
+    """Load `folder`'s safetensors onto `device`, to compute in `dtype`, every matrix as `pack` returns it.
 
     On a CPU matrices stored in bfloat16 stay so, as its kernels widen them without loss, and activations and norms are
     float32 whatever `dtype` says. Raises InvalidBaseModel or CorruptArtifact, naming the tensor or the file.
     """
     with ExitStack() as stack:
-        reader = _Reader(folder, stack, device, dtype)
-        embedding = reader.matrix("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+        reader = _Reader(folder, stack, device, dtype, pack)
+        outer = (config.vocab_size, config.hidden_size)
+        embedding = pack(Linear.plain(reader.matrix("model.embed_tokens.weight", outer), None))
         layers = tuple(_load_layer(reader, config, index) for index in range(config.num_layers))
         norm = reader.take("model.norm.weight", (config.hidden_size,))
         if config.tied_embeddings:
             reader.ignore("lm_head.weight")  # some checkpoints store the tied matrix twice
             lm_head = embedding
         else:
-            lm_head = reader.matrix("lm_head.weight", (config.vocab_size, config.hidden_size))
+            lm_head = pack(Linear.plain(reader.matrix("lm_head.weight", outer), None))
         reader.refuse_leftovers()
-    return ModelWeights(embedding, layers, norm, Linear(lm_head, None))
+    return ModelWeights(embedding, layers, norm, lm_head)
 
 
 def _load_layer(reader: _Reader, config: ModelConfig, index: int) -> LayerWeights:
@@ -79,7 +88,7 @@ def _load_layer(reader: _Reader, config: ModelConfig, index: int) -> LayerWeight
         if len({weight.dtype for weight in weights}) > 1:  # a checkpoint may store some of them wider
             weights = [weight.float() for weight in weights]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        return Linear(weight, torch.cat(biases) if biased else None)
+        return reader.pack(Linear.plain(weight, torch.cat(biases) if biased else None))
 
     qkv = fuse(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), config.qkv_bias)
     o = fuse(("self_attn.o_proj",), config.o_bias)
@@ -104,8 +113,15 @@ def _load_layer(reader: _Reader, config: ModelConfig, index: int) -> LayerWeight
 class _Reader:
     """Tensors of a folder's files by name, each taken once."""
 
-    def __init__(self, folder: Path, stack: ExitStack, device: torch.device, dtype: torch.dtype) -> None:
-        self._folder, self._device, self.dtype = folder, device, dtype
+    def __init__(
+        self,
+        folder: Path,
+        stack: ExitStack,
+        device: torch.device,
+        dtype: torch.dtype,
+        pack: Callable[[Linear], Linear],
+    ) -> None:
+        self._folder, self._device, self.dtype, self.pack = folder, device, dtype, pack
         self._activations = torch.float32 if device.type == "cpu" else dtype
         self._handles: dict[str, Any] = {}
         for file in weight_files(folder):

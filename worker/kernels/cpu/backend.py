@@ -1,14 +1,14 @@
 """`Kernels` for CPUs: a step's operators are noted as a program, which a pool of threads executes when it is complete.
 
-Activations are float32, contiguous. Nothing needs to be computed before `finish`: the tensors returned until then are
-room for results. But a program keeps all of its intermediate results alive, so a long prompt's is executed in parts.
+Activations are float32, contiguous. Nothing is computed before `finish`: the tensors returned until then are room for
+results (`tape`).
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,15 +16,29 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.kernels.cpu.attention import ROWS_AT_ONCE
-from worker.kernels.cpu.linear import LINEAR_OUTPUTS
+from worker.kernels.cpu.linear import pack_linear, packed_kind, panels_per_task
+from worker.kernels.cpu.panels import LANES
 from worker.kernels.cpu.pool import Pool
-from worker.kernels.cpu.program import ROW, Op
+from worker.kernels.cpu.program import Op
+from worker.kernels.cpu.tape import Recorder, Tapes
 from worker.kernels.layout import Arena, Batch, Rows, Site
 from worker.kernels.linear import Linear
 from worker.kernels.tiles import PlacedAdapter
 
-PART_BYTES: Final = 2**26
-"""Results of a program's operations after which it is executed without waiting for more."""
+
+class CpuBackend:
+    """`Backend` of the kernels for CPUs, whose steps a pool executes."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def pack(self, linear: Linear) -> Linear:
+        """See Backend."""
+        return pack_linear(linear)
+
+    def bind(self, arena: Arena, cos: Tensor, sin: Tensor) -> CpuKernels:
+        """See Backend."""
+        return CpuKernels(arena, cos, sin, self._pool)
 
 
 class CpuKernels:
@@ -34,26 +48,19 @@ class CpuKernels:
         """cos, sin [positions, D/2] float32."""
         self.arena, self.pool = arena, pool
         self.cos, self.sin = cos.contiguous(), sin.contiguous()
-        self._zeros = torch.zeros(0)
+        self.tapes = Tapes()
 
     def step(self, batch: Batch) -> CpuStep:
         """See Kernels."""
         return CpuStep(self, batch)
 
-    def zeros(self, count: int) -> Tensor:
-        """Return at least `count` zeros, that live as long as this."""
-        if len(self._zeros) < count:
-            self._zeros = torch.zeros(count)
-        return self._zeros
-
 
 class CpuStep:
-    """`StepKernels` over one batch."""
+    """`StepKernels` over one batch. A returned tensor's room is used again once the tensor is dropped."""
 
     def __init__(self, kernels: CpuKernels, batch: Batch) -> None:
         self._kernels = kernels
-        self._program: list[tuple[int, ...]] = []
-        self._alive: list[object] = [batch]  # what the program's addresses point to
+        self._kept: list[object] = [batch]
         shape, kv = kernels.arena.shape, kernels.arena.kv
         self._heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
         cache = (kv.data_ptr(), kv.numel(), int(kv.dtype == torch.bfloat16))
@@ -73,90 +80,108 @@ class CpuStep:
                 *(self._keep(starts), len(starts), starts.shape[1] - 1),
             )
             self._lora_rows = (self._keep(rows), self._keep(groups), len(rows))
-        self._num_kept = len(self._alive)  # to the end of the step
-        self._room_bytes = 0
+        self._recorder = Recorder(kernels.tapes, (len(batch.positions), bool(adapters)))
+
+    def embed(self, embedding: Linear, token_ids: NDArray[np.int64]) -> Tensor:
+        """See StepKernels."""
+        inner, scales = embedding.in_features, embedding.scales
+        known, out = self._recorder.result((Op.EMBED,), (len(token_ids), inner), embedding.weight)
+        row = (
+            *(Op.EMBED, len(token_ids), packed_kind(embedding), embedding.weight.data_ptr(), inner),
+            *(0 if scales is None else scales.data_ptr(), self._keep(token_ids), len(token_ids), out.data_ptr()),
+        )
+        self._write(known, 1, *row)
+        return out
 
     def linear(self, linear: Linear, x: Tensor) -> Tensor:
         """See StepKernels."""
-        weight = linear.weight
-        outputs, inner = weight.shape
-        bias = self._kernels.zeros(outputs) if linear.bias is None else linear.bias
-        y = self._room(len(x), outputs)
-        rest = (self._at(weight), outputs, self._at(bias), self._at(y), int(weight.dtype == torch.bfloat16))
-        self._note(Op.LINEAR, -(-outputs // LINEAR_OUTPUTS), self._at(x), len(x), inner, *rest)
+        outputs, inner = linear.out_features, linear.in_features
+        known, y = self._recorder.result((Op.LINEAR,), (x.shape[0], outputs), x, linear.weight)
+        if not known:
+            bias, scales = linear.bias, linear.scales
+            if bias is None:
+                raise ValueError("the linear is not packed")
+            per_task = panels_per_task(outputs)
+            tasks = -(-outputs // (per_task * LANES))
+            weights = (linear.weight.data_ptr(), outputs, 0 if scales is None else scales.data_ptr(), bias.data_ptr())
+            sides = (packed_kind(linear), x.data_ptr(), len(x), inner)
+            self._recorder.keep(linear)
+            self._recorder.note(Op.LINEAR, tasks, *sides, *weights, y.data_ptr(), per_task)
         return y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See StepKernels."""
-        out = self._room(*x.shape)
-        self._note(Op.RMS_NORM, len(x), self._at(x), *x.shape, self._at(weight), _bits(eps), self._at(out))
+        known, out = self._recorder.result((Op.RMS_NORM,), _shape(x), x, weight)
+        if not known:
+            sides = (x.data_ptr(), *x.shape, weight.data_ptr(), _bits(eps), out.data_ptr())
+            self._recorder.note(Op.RMS_NORM, len(x), *sides)
         return out
 
     def add_rms_norm(self, residual: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See StepKernels."""
-        out = self._room(*residual.shape)
-        rest = (self._at(weight), _bits(eps), self._at(out), self._at(delta))
-        self._note(Op.ADD_RMS_NORM, len(residual), self._at(residual), *residual.shape, *rest)
+        shape = _shape(residual)
+        known, out = self._recorder.result((Op.ADD_RMS_NORM,), shape, residual, delta, weight)
+        if not known:
+            rest = (weight.data_ptr(), _bits(eps), out.data_ptr(), delta.data_ptr())
+            self._recorder.note(Op.ADD_RMS_NORM, len(residual), residual.data_ptr(), *shape, *rest)
         return out
 
     def add(self, residual: Tensor, delta: Tensor) -> None:
         """See StepKernels."""
-        self._note(Op.ADD, len(residual), self._at(residual), *residual.shape, self._at(delta))
+        if not self._recorder.change((Op.ADD,), residual, delta):
+            self._recorder.note(Op.ADD, len(residual), residual.data_ptr(), *residual.shape, delta.data_ptr())
 
     def attention(self, qkv: Tensor, layer: int, qk_norm: Tensor | None, eps: float) -> Tensor:
         """See StepKernels."""
-        block_elements, *rest = self._attention
-        common = (self._at(qkv), len(qkv), *self._heads, block_elements, layer, *rest)
-        norm = (0, 0) if qk_norm is None else (self._at(qk_norm), len(qk_norm))
-        cos, sin = self._kernels.cos, self._kernels.sin
-        tables = (self._at(cos), self._at(sin), len(cos))
-        self._note(Op.ROTATE_AND_STORE, len(qkv), *common, *norm, _bits(eps), *tables, self._slots)
         heads, kv_heads, dim = self._heads
-        out = self._room(len(qkv), heads * dim)
-        self._note(Op.ATTEND, self._seen[-1] * kv_heads, *common, *self._seen, self._at(out))
+        rows = qkv.shape[0]
+        known, out = self._recorder.result((Op.ATTEND,), (rows, heads * dim), qkv)
+        block_elements, *rest = self._attention
+        common = (qkv.data_ptr(), rows, *self._heads, block_elements, layer, *rest)
+        norm = (0, 0) if qk_norm is None else (qk_norm.data_ptr(), len(qk_norm))
+        cos, sin = self._kernels.cos, self._kernels.sin
+        tables = (cos.data_ptr(), sin.data_ptr(), len(cos))
+        self._write(known, 2, Op.ROTATE_AND_STORE, rows, *common, *norm, _bits(eps), *tables, self._slots)
+        self._write(known, 1, Op.ATTEND, self._seen[-1] * kv_heads, *common, *self._seen, out.data_ptr())
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See StepKernels."""
-        out = self._room(len(gate_up), gate_up.shape[1] // 2)
-        self._note(Op.SILU_MUL, len(out), self._at(gate_up), *out.shape, self._at(out))
+        rows, both = _shape(gate_up)
+        known, out = self._recorder.result((Op.SILU_MUL,), (rows, both // 2), gate_up)
+        if not known:
+            self._recorder.note(Op.SILU_MUL, rows, gate_up.data_ptr(), rows, both // 2, out.data_ptr())
         return out
 
     def lora_add(self, y: Tensor, x: Tensor, layer: int, site: Site) -> None:
         """See StepKernels."""
         if self._num_lora_rows:
-            sides = (self._at(x), *x.shape, self._at(y), y.shape[1])
             place = layer * len(Site) + site
-            self._note(Op.LORA_ADD, self._num_lora_rows, *sides, *self._lora, place, *self._lora_rows)
+            known = self._recorder.change((Op.LORA_ADD, place), x, y)
+            sides = (x.data_ptr(), *x.shape, y.data_ptr(), y.shape[1])
+            self._write(known, 1, Op.LORA_ADD, self._num_lora_rows, *sides, *self._lora, place, *self._lora_rows)
 
     def finish(self) -> None:
         """See StepKernels."""
-        program = np.zeros((len(self._program), ROW), dtype=np.int64)
-        for row, values in zip(program, self._program, strict=True):
-            row[: len(values)] = values
-        self._kernels.pool.run(program)
-        self._program.clear()
-        del self._alive[self._num_kept :]
-        self._room_bytes = 0
+        self._kernels.pool.run(self._recorder.rest())
+        self._recorder.executed()
 
-    def _room(self, *shape: int) -> Tensor:
-        room = torch.empty(shape)
-        self._room_bytes += room.nbytes
-        return room
-
-    def _at(self, tensor: Tensor) -> int:
-        """Return a tensor's address, and keep it for as long as the program may be executed."""
-        self._alive.append(tensor)
-        return tensor.data_ptr()
+    def _write(self, known: bool, back: int, *row: int) -> None:
+        """Write a row that differs from step to step: the operator's `back`-th from its end, if that is on the tape."""
+        if known:
+            self._recorder.renew(back, *row)
+        else:
+            self._recorder.note(*row)
 
     def _keep(self, array: NDArray[Any]) -> int:
-        self._alive.append(array)
+        """Return an array's address, and keep it to the end of the step."""
+        self._kept.append(array)
         return int(array.ctypes.data)
 
-    def _note(self, *row: int) -> None:
-        self._program.append(row)
-        if self._room_bytes > PART_BYTES:
-            self.finish()
+
+def _shape(tensor: Tensor) -> tuple[int, int]:
+    rows, columns = tensor.shape
+    return rows, columns
 
 
 def _bits(value: float) -> int:

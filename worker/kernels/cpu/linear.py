@@ -1,8 +1,8 @@
-"""y = x Wᵀ + b for few or many rows of x, the weight in float32 or in bfloat16 bits, arithmetic in float32.
+"""y = x Wᵀ + b for few or many rows of x, the weight in float32, bits of bfloat16 or INT8, arithmetic in float32.
 
-Every form computes twelve sums at a time, of 4 rows and 3 outputs, 3 and 4, 2 and 6, or 1 and 12: twelve accumulators
-fill a CPU's vector registers, and with equal pressure the compiler takes each sum in one and the same order. So a row's
-result is bit for bit the same however many rows it is computed with; `tests/kernels` holds the compiler to it.
+Rows are computed up to six at a time: twelve vectors of sums are what the registers of AVX2 hold beside the operands.
+With fewer rows several panels keep that many multiply-adds under way. A result's bits are the same in every form
+(`panels`).
 """
 
 from __future__ import annotations
@@ -10,251 +10,159 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
-from numba import njit
+import torch
+from numba import carray, njit, types
+from torch import Tensor
 
+from worker.kernels.cpu.atomics import address
 from worker.kernels.cpu.numbers import COMPILED, widen
+from worker.kernels.cpu.panels import LANES, panel_form
+from worker.kernels.linear import Linear
 
-TILE_SUMS: Final = 12
-"""Sums computed together."""
+MOST_ROWS: Final = 6
+"""Rows computed together."""
 
-LINEAR_OUTPUTS: Final = 48
-"""Outputs of one task: their weights stay in the second cache while all rows of x pass by."""
+PANELS: Final = 2
+"""Panels of a task are a multiple of this, and so are a weight's."""
+
+FLOAT32, BFLOAT16, INT8 = range(3)
+"""How a packed weight is stored."""
+
+_KINDS: Final = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.int8: INT8}
 
 
-@njit(**COMPILED)
-def linear(x: Any, weight: Any, bias: Any, y: Any, task: int) -> None:
-    """Write y[m, n] = Σₖ x[m, k] · weight[n, k] + bias[n] for a task's LINEAR_OUTPUTS outputs n.
+def pack_linear(linear: Linear) -> Linear:
+    """Return a plain layer with its weight in panels, [panels, in, LANES], filled up with zeros to whole ones.
 
-    x [M, K] float32; weight [N, K] float32 or uint16 (bfloat16 bits); bias [N], y [M, N] float32.
+    Bias and scales come in float32 and as long as the panels have outputs.
     """
-    # Tiles that would reach past the last output begin earlier: what others write too they write alike.
-    first = task * LINEAR_OUTPUTS
-    last = min(len(weight), first + LINEAR_OUTPUTS)
-    if len(weight) < TILE_SUMS:
-        _few_outputs(x, weight, bias, y)
-        return
-    row = 0
-    while row + 4 <= len(x):
-        _rows4(x, weight, bias, y, row, first, last)
-        row += 4
-    if len(x) - row == 3:
-        _rows3(x, weight, bias, y, row, first, last)
-    elif len(x) - row == 2:
-        _rows2(x, weight, bias, y, row, first, last)
-    elif len(x) - row == 1:
-        _rows1(x, weight, bias, y, row, first, last)
+    rounded = PANELS * LANES
+    outputs = -(-linear.out_features // rounded) * rounded
+    weight = _padded(linear.weight, outputs).view(outputs // LANES, LANES, linear.in_features)
+    packed = weight.transpose(1, 2).contiguous()
+    bias = torch.zeros(outputs) if linear.bias is None else _padded(linear.bias.float(), outputs)
+    scales = None if linear.scales is None else _padded(linear.scales, outputs)
+    return Linear(linear.out_features, linear.in_features, packed, bias, scales)
+
+
+def packed_kind(linear: Linear) -> int:
+    """Return how a packed layer's weight is stored: FLOAT32, BFLOAT16 or INT8."""
+    return _KINDS[linear.weight.dtype]
+
+
+def panels_per_task(outputs: int) -> int:
+    """Return how many panels one task computes: enough tasks to share them evenly, and few enough to hand out."""
+    panels = -(-outputs // LANES)
+    return PANELS * max(1, min(4, panels // (32 * PANELS)))
+
+
+def _padded(values: Tensor, length: int) -> Tensor:
+    return torch.cat([values, values.new_zeros(length - len(values), *values.shape[1:])])
+
+
+def _product_for(stored: Any, size: int) -> Any:
+    """Return the function that computes a task with a weight stored as `stored`, of `size` bytes."""
+    rows6, rows5, rows4 = (panel_form(rows, 1, stored) for rows in (6, 5, 4))
+    rows3, rows2, rows1 = (panel_form(rows, PANELS, stored) for rows in (3, 2, 1))
+
+    @njit(**COMPILED)
+    def product(
+        x: int,
+        rows: int,
+        inner: int,
+        weight: int,
+        outputs: int,
+        scales: int,
+        bias: int,
+        y: int,
+        per_task: int,
+        task: int,
+    ) -> None:
+        first = task * per_task
+        last = min(first + per_task, (outputs + PANELS * LANES - 1) // (PANELS * LANES) * PANELS)
+        groups = (rows + MOST_ROWS - 1) // MOST_ROWS
+        row = 0
+        for group in range(groups):
+            count = (rows - row) // (groups - group)
+            x_at = x + row * inner * 4
+            y_at = y + row * outputs * 4
+            panel = first
+            while panel < last:
+                w = weight + panel * inner * LANES * size
+                b, s = bias + panel * LANES * 4, scales + panel * LANES * 4
+                to, left = y_at + panel * LANES * 4, outputs - panel * LANES
+                if count == 6:
+                    rows6(x_at, inner, w, inner, s, b, to, outputs, left)
+                    panel += 1
+                elif count == 5:
+                    rows5(x_at, inner, w, inner, s, b, to, outputs, left)
+                    panel += 1
+                elif count == 4:
+                    rows4(x_at, inner, w, inner, s, b, to, outputs, left)
+                    panel += 1
+                elif count == 3:
+                    rows3(x_at, inner, w, inner, s, b, to, outputs, left)
+                    panel += PANELS
+                elif count == 2:
+                    rows2(x_at, inner, w, inner, s, b, to, outputs, left)
+                    panel += PANELS
+                else:
+                    rows1(x_at, inner, w, inner, s, b, to, outputs, left)
+                    panel += PANELS
+            row += count
+
+    return product
+
+
+_float32 = _product_for(types.float32, np.dtype(np.float32).itemsize)
+_bfloat16 = _product_for(types.uint16, np.dtype(np.uint16).itemsize)
+_int8 = _product_for(types.int8, np.dtype(np.int8).itemsize)
 
 
 @njit(**COMPILED)
-def _rows4(x: Any, weight: Any, bias: Any, y: Any, row: int, first: int, last: int) -> None:
-    x0 = x[row]
-    x1 = x[row + 1]
-    x2 = x[row + 2]
-    x3 = x[row + 3]
-    for start in range(first, last, 3):
-        n = min(start, last - 3)
-        w0 = weight[n]
-        w1 = weight[n + 1]
-        w2 = weight[n + 2]
-        s0_0 = s0_1 = s0_2 = np.float32(0)
-        s1_0 = s1_1 = s1_2 = np.float32(0)
-        s2_0 = s2_1 = s2_2 = np.float32(0)
-        s3_0 = s3_1 = s3_2 = np.float32(0)
-        for k in range(len(x0)):
-            v0 = widen(w0[k])
-            v1 = widen(w1[k])
-            v2 = widen(w2[k])
-            u = x0[k]
-            s0_0 += u * v0
-            s0_1 += u * v1
-            s0_2 += u * v2
-            u = x1[k]
-            s1_0 += u * v0
-            s1_1 += u * v1
-            s1_2 += u * v2
-            u = x2[k]
-            s2_0 += u * v0
-            s2_1 += u * v1
-            s2_2 += u * v2
-            u = x3[k]
-            s3_0 += u * v0
-            s3_1 += u * v1
-            s3_2 += u * v2
-        y[row, n] = s0_0 + bias[n]
-        y[row, n + 1] = s0_1 + bias[n + 1]
-        y[row, n + 2] = s0_2 + bias[n + 2]
-        y[row + 1, n] = s1_0 + bias[n]
-        y[row + 1, n + 1] = s1_1 + bias[n + 1]
-        y[row + 1, n + 2] = s1_2 + bias[n + 2]
-        y[row + 2, n] = s2_0 + bias[n]
-        y[row + 2, n + 1] = s2_1 + bias[n + 1]
-        y[row + 2, n + 2] = s2_2 + bias[n + 2]
-        y[row + 3, n] = s3_0 + bias[n]
-        y[row + 3, n + 1] = s3_1 + bias[n + 1]
-        y[row + 3, n + 2] = s3_2 + bias[n + 2]
+def linear(
+    kind: int,
+    x: int,
+    rows: int,
+    inner: int,
+    weight: int,
+    outputs: int,
+    scales: int,
+    bias: int,
+    y: int,
+    per_task: int,
+    task: int,
+) -> None:
+    """Write y = x Wᵀ + b for the outputs of a task's `per_task` panels.
+
+    Addresses of x [rows, inner] and y [rows, outputs], float32, and of a packed layer's parts, its weight stored as
+    `kind`.
+    """
+    if kind == BFLOAT16:
+        _bfloat16(x, rows, inner, weight, outputs, scales, bias, y, per_task, task)
+    elif kind == FLOAT32:
+        _float32(x, rows, inner, weight, outputs, scales, bias, y, per_task, task)
+    else:
+        _int8(x, rows, inner, weight, outputs, scales, bias, y, per_task, task)
 
 
 @njit(**COMPILED)
-def _rows3(x: Any, weight: Any, bias: Any, y: Any, row: int, first: int, last: int) -> None:
-    x0 = x[row]
-    x1 = x[row + 1]
-    x2 = x[row + 2]
-    for start in range(first, last, 4):
-        n = min(start, last - 4)
-        w0 = weight[n]
-        w1 = weight[n + 1]
-        w2 = weight[n + 2]
-        w3 = weight[n + 3]
-        s0_0 = s0_1 = s0_2 = s0_3 = np.float32(0)
-        s1_0 = s1_1 = s1_2 = s1_3 = np.float32(0)
-        s2_0 = s2_1 = s2_2 = s2_3 = np.float32(0)
-        for k in range(len(x0)):
-            v0 = widen(w0[k])
-            v1 = widen(w1[k])
-            v2 = widen(w2[k])
-            v3 = widen(w3[k])
-            u = x0[k]
-            s0_0 += u * v0
-            s0_1 += u * v1
-            s0_2 += u * v2
-            s0_3 += u * v3
-            u = x1[k]
-            s1_0 += u * v0
-            s1_1 += u * v1
-            s1_2 += u * v2
-            s1_3 += u * v3
-            u = x2[k]
-            s2_0 += u * v0
-            s2_1 += u * v1
-            s2_2 += u * v2
-            s2_3 += u * v3
-        y[row, n] = s0_0 + bias[n]
-        y[row, n + 1] = s0_1 + bias[n + 1]
-        y[row, n + 2] = s0_2 + bias[n + 2]
-        y[row, n + 3] = s0_3 + bias[n + 3]
-        y[row + 1, n] = s1_0 + bias[n]
-        y[row + 1, n + 1] = s1_1 + bias[n + 1]
-        y[row + 1, n + 2] = s1_2 + bias[n + 2]
-        y[row + 1, n + 3] = s1_3 + bias[n + 3]
-        y[row + 2, n] = s2_0 + bias[n]
-        y[row + 2, n + 1] = s2_1 + bias[n + 1]
-        y[row + 2, n + 2] = s2_2 + bias[n + 2]
-        y[row + 2, n + 3] = s2_3 + bias[n + 3]
+def embed(kind: int, weight: int, inner: int, scales: int, rows: Any, out: Any, row: int) -> None:
+    """Write one row of a packed layer's weight W to `out` [R, inner] float32: that of `rows` [R] int64 at `row`."""
+    number = rows[row]
+    first, count = number // LANES * inner * LANES + number % LANES, inner * LANES
+    if kind == BFLOAT16:
+        _strided(carray(address(weight + 2 * first), (count,), np.uint16), out[row])
+    elif kind == FLOAT32:
+        _strided(carray(address(weight + 4 * first), (count,), np.float32), out[row])
+    else:
+        _strided(carray(address(weight + first), (count,), np.int8), out[row])
+        scale = carray(address(scales + 4 * number), (1,), np.float32)[0]
+        for k in range(inner):
+            out[row, k] *= scale
 
 
 @njit(**COMPILED)
-def _rows2(x: Any, weight: Any, bias: Any, y: Any, row: int, first: int, last: int) -> None:
-    x0 = x[row]
-    x1 = x[row + 1]
-    for start in range(first, last, 6):
-        n = min(start, last - 6)
-        w0 = weight[n]
-        w1 = weight[n + 1]
-        w2 = weight[n + 2]
-        w3 = weight[n + 3]
-        w4 = weight[n + 4]
-        w5 = weight[n + 5]
-        s0_0 = s0_1 = s0_2 = s0_3 = s0_4 = s0_5 = np.float32(0)
-        s1_0 = s1_1 = s1_2 = s1_3 = s1_4 = s1_5 = np.float32(0)
-        for k in range(len(x0)):
-            v0 = widen(w0[k])
-            v1 = widen(w1[k])
-            v2 = widen(w2[k])
-            v3 = widen(w3[k])
-            v4 = widen(w4[k])
-            v5 = widen(w5[k])
-            u = x0[k]
-            s0_0 += u * v0
-            s0_1 += u * v1
-            s0_2 += u * v2
-            s0_3 += u * v3
-            s0_4 += u * v4
-            s0_5 += u * v5
-            u = x1[k]
-            s1_0 += u * v0
-            s1_1 += u * v1
-            s1_2 += u * v2
-            s1_3 += u * v3
-            s1_4 += u * v4
-            s1_5 += u * v5
-        y[row, n] = s0_0 + bias[n]
-        y[row, n + 1] = s0_1 + bias[n + 1]
-        y[row, n + 2] = s0_2 + bias[n + 2]
-        y[row, n + 3] = s0_3 + bias[n + 3]
-        y[row, n + 4] = s0_4 + bias[n + 4]
-        y[row, n + 5] = s0_5 + bias[n + 5]
-        y[row + 1, n] = s1_0 + bias[n]
-        y[row + 1, n + 1] = s1_1 + bias[n + 1]
-        y[row + 1, n + 2] = s1_2 + bias[n + 2]
-        y[row + 1, n + 3] = s1_3 + bias[n + 3]
-        y[row + 1, n + 4] = s1_4 + bias[n + 4]
-        y[row + 1, n + 5] = s1_5 + bias[n + 5]
-
-
-@njit(**COMPILED)
-def _rows1(x: Any, weight: Any, bias: Any, y: Any, row: int, first: int, last: int) -> None:
-    x0 = x[row]
-    for start in range(first, last, 12):
-        n = min(start, last - 12)
-        w0 = weight[n]
-        w1 = weight[n + 1]
-        w2 = weight[n + 2]
-        w3 = weight[n + 3]
-        w4 = weight[n + 4]
-        w5 = weight[n + 5]
-        w6 = weight[n + 6]
-        w7 = weight[n + 7]
-        w8 = weight[n + 8]
-        w9 = weight[n + 9]
-        w10 = weight[n + 10]
-        w11 = weight[n + 11]
-        s0_0 = s0_1 = s0_2 = s0_3 = s0_4 = s0_5 = s0_6 = s0_7 = s0_8 = s0_9 = s0_10 = s0_11 = np.float32(0)
-        for k in range(len(x0)):
-            v0 = widen(w0[k])
-            v1 = widen(w1[k])
-            v2 = widen(w2[k])
-            v3 = widen(w3[k])
-            v4 = widen(w4[k])
-            v5 = widen(w5[k])
-            v6 = widen(w6[k])
-            v7 = widen(w7[k])
-            v8 = widen(w8[k])
-            v9 = widen(w9[k])
-            v10 = widen(w10[k])
-            v11 = widen(w11[k])
-            u = x0[k]
-            s0_0 += u * v0
-            s0_1 += u * v1
-            s0_2 += u * v2
-            s0_3 += u * v3
-            s0_4 += u * v4
-            s0_5 += u * v5
-            s0_6 += u * v6
-            s0_7 += u * v7
-            s0_8 += u * v8
-            s0_9 += u * v9
-            s0_10 += u * v10
-            s0_11 += u * v11
-        y[row, n] = s0_0 + bias[n]
-        y[row, n + 1] = s0_1 + bias[n + 1]
-        y[row, n + 2] = s0_2 + bias[n + 2]
-        y[row, n + 3] = s0_3 + bias[n + 3]
-        y[row, n + 4] = s0_4 + bias[n + 4]
-        y[row, n + 5] = s0_5 + bias[n + 5]
-        y[row, n + 6] = s0_6 + bias[n + 6]
-        y[row, n + 7] = s0_7 + bias[n + 7]
-        y[row, n + 8] = s0_8 + bias[n + 8]
-        y[row, n + 9] = s0_9 + bias[n + 9]
-        y[row, n + 10] = s0_10 + bias[n + 10]
-        y[row, n + 11] = s0_11 + bias[n + 11]
-
-
-@njit(**COMPILED)
-def _few_outputs(x: Any, weight: Any, bias: Any, y: Any) -> None:
-    for m in range(len(x)):
-        for n in range(len(weight)):
-            u, w = x[m], weight[n]
-            s = np.float32(0)
-            for k in range(len(u)):
-                s += u[k] * widen(w[k])
-            y[m, n] = s + bias[n]
+def _strided(column: Any, out: Any) -> None:
+    for k in range(len(out)):
+        out[k] = widen(column[k * LANES])

@@ -20,7 +20,7 @@ from numba import carray, njit
 from worker.kernels.cpu.atomics import address, atomic_add, atomic_load, atomic_store, compare_and_set, yield_core
 from worker.kernels.cpu.attention import attend, rotate_and_store
 from worker.kernels.cpu.elementwise import add, rms_norm, silu_mul
-from worker.kernels.cpu.linear import linear
+from worker.kernels.cpu.linear import embed, linear
 from worker.kernels.cpu.lora import lora_add
 from worker.kernels.cpu.numbers import COMPILED
 from worker.kernels.tiles import Field
@@ -37,6 +37,7 @@ class Op(IntEnum):
     ATTEND = 5
     SILU_MUL = 6
     LORA_ADD = 7
+    EMBED = 8
 
 
 ROW: Final = 24
@@ -53,7 +54,9 @@ MAX_TASKS: Final = (1 << _TASK_BITS) - 1
 _SEQUENCE_MASK: Final = (1 << 22) - 1
 
 _RECORD: Final = len(Field)
-_LINEAR, _RMS_NORM, _ADD_RMS_NORM, _ADD, _ROTATE_AND_STORE, _ATTEND, _SILU_MUL, _LORA_ADD = (int(op) for op in Op)
+_LINEAR, _RMS_NORM, _ADD_RMS_NORM, _ADD, _ROTATE_AND_STORE, _ATTEND, _SILU_MUL, _LORA_ADD, _EMBED = (
+    int(op) for op in Op
+)
 
 
 @njit(**COMPILED)
@@ -70,13 +73,8 @@ def _ints(at: Any, rows: Any, columns: Any) -> Any:
 def run_task(p: Any, task: int) -> None:
     """Compute one task of the operation in row `p`."""
     op = p[0]
-    if op == _LINEAR:  # x, rows, inner, weight, outputs, bias, y, weight is bfloat16
-        x, y = _floats(p[2], p[3], p[4]), _floats(p[8], p[3], p[6])
-        bias = carray(address(p[7]), (p[6],), np.float32)
-        if p[9]:
-            linear(x, carray(address(p[5]), (p[6], p[4]), np.uint16), bias, y, task)
-        else:
-            linear(x, _floats(p[5], p[6], p[4]), bias, y, task)
+    if op == _LINEAR:  # kind, x, rows, inner, weight, outputs, scales, bias, y, panels of a task
+        linear(p[2], p[3], p[4], p[5], p[6], p[7], p[8], p[9], p[10], p[11], task)
     elif op == _RMS_NORM:  # x, rows, columns, weight, eps, out
         weight = carray(address(p[5]), (p[4],), np.float32)
         rms_norm(_floats(p[2], p[3], p[4]), weight, _float(p, 6), _floats(p[7], p[3], p[4]), task)
@@ -105,6 +103,8 @@ def run_task(p: Any, task: int) -> None:
             _floats(p[5], p[3], p[6]),
             task,
         )
+    elif op == _EMBED:  # kind, weight, inner, scales, ids, rows, out
+        embed(p[2], p[3], p[4], p[5], carray(address(p[6]), (p[7],), np.int64), _floats(p[8], p[7], p[4]), task)
     else:
         _attention_task(p, task)
 

@@ -236,7 +236,7 @@ def first_logits(runner: ModelRunner, tokens: Sequence[int], slot: int = BASE_SL
     with torch.inference_mode():
         _, logits = runner._forward([SequenceStep(0, tuple(tokens), 0, blocks, slot, sample=True)])
     assert logits is not None
-    return logits[0]
+    return logits[0].clone()  # the next step has its room
 
 
 def chunks_for(runner: ModelRunner, slot: int) -> tuple[int, ...]:

@@ -1,0 +1,113 @@
+"""Tapes: steps of one size are played, and give what they would have given recorded; rooms go to whoever comes next."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.arena import batch_of, make_arena, randn
+from worker.kernels.cpu.backend import CpuBackend, CpuKernels, CpuStep
+from worker.kernels.cpu.pool import shared_pool
+from worker.kernels.cpu.tape import MOST_TAPES, Tape
+from worker.kernels.layout import AttentionShape
+from worker.kernels.linear import Linear
+
+SHAPE = AttentionShape(2, 4, 2, 16)
+COS, SIN = randn(300, 8, seed=2).cos(), randn(300, 8, seed=2).sin()
+BACKEND = CpuBackend(shared_pool(2))
+EMBEDDING = BACKEND.pack(Linear.plain(randn(50, 64, seed=30), None))
+LINEARS = [BACKEND.pack(Linear.plain(randn(width, 64, seed=width) / 8, None)) for width in (64, 128, 64)]
+NORM = randn(64, seed=4)
+
+
+@pytest.fixture
+def kernels() -> CpuKernels:
+    return BACKEND.bind(make_arena(SHAPE), COS, SIN)
+
+
+def layer(step: CpuStep, x: Tensor, index: int) -> Tensor:
+    """What drops its intermediate results, as a model's layers do."""
+    attended = step.attention(step.linear(LINEARS[1], x), index, None, 1e-5)
+    return step.silu_mul(step.linear(LINEARS[1], step.rms_norm(step.linear(LINEARS[0], attended), NORM, 1e-5)))
+
+
+def run(kernels: CpuKernels, tokens: list[int], position: int) -> Tensor:
+    step = kernels.step(batch_of([(position, len(tokens))], {}, [-1]))
+    x = step.embed(EMBEDDING, torch.tensor(tokens).numpy())
+    for index in (0, 1, 0, 1):
+        x = layer(step, x, index)
+    step.finish()
+    return x.clone()
+
+
+def test_a_step_that_is_played_gives_what_it_gave_when_it_was_recorded(kernels: CpuKernels) -> None:
+    steps = [([3, 4, 5], 0), ([7], 3), ([9], 4), ([1, 2, 3], 5), ([9], 8), ([4, 4, 4], 9)]
+    played = [run(kernels, *step) for step in steps]
+    recorded = []
+    for count in range(1, len(steps) + 1):  # each step's keys and values are there, and nothing was recorded before it
+        fresh = BACKEND.bind(kernels.arena, COS, SIN)
+        recorded.append(run(fresh, *steps[count - 1]))
+    assert all(torch.equal(*pair) for pair in zip(played, recorded, strict=True))
+
+
+def test_rooms_of_dropped_results_are_used_again(kernels: CpuKernels) -> None:
+    run(kernels, [1, 2, 3], 0)
+    few = kernels.tapes.find((3, False)).end
+    step = kernels.step(batch_of([(0, 4)], {}, [-1]))
+    x = step.embed(EMBEDDING, torch.tensor([1, 2, 3, 4]).numpy())
+    held = [x]
+    for index in (0, 1, 0, 1):
+        held.append(layer(step, held[-1], index))
+    step.finish()
+    assert kernels.tapes.find((4, False)).end[1] > 4 * few[1] / 3
+    assert len({tensor.data_ptr() for tensor in held}) == len(held)
+
+
+def test_a_held_result_is_not_written_over(kernels: CpuKernels) -> None:
+    x = randn(5, 64, seed=1)
+    for _ in range(2):
+        step = kernels.step(batch_of([(0, 5)], {}, [-1]))
+        first = step.linear(LINEARS[0], x)
+        for _ in range(3):
+            step.linear(LINEARS[0], step.linear(LINEARS[2], first))
+        step.finish()
+        assert torch.allclose(first, x @ (randn(64, 64, seed=64) / 8).T, atol=1e-5)
+
+
+def test_a_step_that_leaves_its_tape_is_recorded_from_there_on(kernels: CpuKernels) -> None:
+    x, other = randn(2, 64, seed=1), randn(2, 64, seed=2)
+    weights = [randn(64, 64, seed=64) / 8] * 2
+
+    def compute(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        step = kernels.step(batch_of([(0, 2)], {}, [-1]))
+        y = step.linear(LINEARS[0], first)
+        step.finish()
+        z = step.linear(LINEARS[2], second)
+        step.finish()
+        return y.clone(), z.clone()
+
+    for first, second in ((x, x), (x, other), (other, x), (x, x)):
+        y, z = compute(first, second)
+        assert torch.allclose(y, first @ weights[0].T, atol=1e-5)
+        assert torch.allclose(z, second @ weights[1].T, atol=1e-5)
+
+
+def test_an_operator_with_other_rows_is_not_taken_for_the_one_on_the_tape(kernels: CpuKernels) -> None:
+    x, delta = randn(4, 64, seed=1), torch.ones(4, 64)
+    for rows in (2, 3, 1):
+        step = kernels.step(batch_of([(0, 4)], {}, [-1]))
+        y = step.linear(LINEARS[0], x[:rows])  # at one address, however many
+        total = x[:rows].clone()
+        sums = delta.clone()
+        step.add(sums[:rows], total)
+        step.finish()
+        assert torch.allclose(y, x[:rows] @ (randn(64, 64, seed=64) / 8).T, atol=1e-5)
+        assert torch.equal(sums[:rows], x[:rows] + 1)
+
+
+def test_tapes_are_forgotten_when_there_are_too_many(kernels: CpuKernels) -> None:
+    for size in range(MOST_TAPES + 5):
+        kernels.tapes.keep((size, False), Tape())
+    assert all(kernels.tapes.find((size, False)) is not kernels.tapes.find((size, False)) for size in range(5))
+    assert kernels.tapes.find((5, False)) is kernels.tapes.find((5, False))
