@@ -194,8 +194,9 @@ def test_bfloat16_agrees_on_the_likeliest_token(golden: Golden, record_property:
         sequence = SequenceStep(0, tuple(tokens), 0, blocks, slot_of(name), sample=True)
         with torch.inference_mode():
             batch = build_step([sequence], runner._adapters.get).batch
-            logits = runner._decoder.logits(batch, np.arange(len(tokens) - NUM_TOKENS, len(tokens)))
-        same = int((logits.argmax(-1) == torch.tensor(reference.tokens)).sum())
+            scores = runner._decoder.scores(batch, np.arange(len(tokens) - NUM_TOKENS, len(tokens)))
+        assert scores is not None
+        same = int((scores.likeliest == torch.tensor(reference.tokens)).sum())
         agreeing += same
         record_property(f"bfloat16 top-1 agreement, {name or 'base'}", same / NUM_TOKENS)
         print(f"bfloat16 top-1 agreement with float32 PEFT, {name or 'base'}: {same}/{NUM_TOKENS}")  # noqa: T201

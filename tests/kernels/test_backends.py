@@ -93,6 +93,29 @@ def test_silu_mul(backend: Backend) -> None:
     assert_close(*both(backend, lambda _, step: step.silu_mul(gate_up()), 7))
 
 
+def test_largest(backend: Backend) -> None:
+    def compute(_: Backend, step: StepKernels) -> Tensor:
+        logits = randn(9, 301)
+        logits[1, 7], logits[2] = torch.inf, -torch.inf
+        logits[3] = -logits[3].abs() - 1
+        logits[4], logits[4, ::2] = 0.0, -0.0
+        logits[5, 300] = 100
+        logits[6, 200] = logits[6, 20] = 100
+        logits[7, 11] = torch.nan
+        logits[8, 11] = -torch.nan
+        values, places = step.largest(logits)
+        rooms.append((values, places))
+        return values
+
+    rooms: list[tuple[Tensor, Tensor]] = []
+    both(backend, compute, 9)
+    (values, places), (expected, expected_places) = rooms
+    assert torch.equal(values[:7], expected[:7])
+    assert torch.equal(places[:7], expected_places[:7])
+    assert values[7:].isnan().all()
+    assert expected[7:].isnan().all()
+
+
 LENGTHS = {
     "one": [(0, 1)],
     "a prompt": [(0, 5)],

@@ -118,6 +118,10 @@ class EagerStep:
         inner = gate_up.shape[-1] // 2
         return functional.silu(gate_up[..., :inner]).mul_(gate_up[..., inner:])
 
+    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """See StepKernels."""
+        return logits.amax(dim=-1).float(), logits.argmax(dim=-1)
+
     def finish(self) -> None:
         """See StepKernels."""
 

@@ -64,6 +64,13 @@ class StepKernels(Protocol):
         """
         ...
 
+    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each row's largest number, NaN if there is one, and where it first is: [S] float32 and [S] int64.
+
+        logits [S, vocab]. The place has no meaning for NaN.
+        """
+        ...
+
     def finish(self) -> None:
         """Compute what was put off: only after this may results be read."""
         ...

@@ -94,6 +94,10 @@ class ReferenceKernels:
         """See StepKernels."""
         return silu_mul(gate_up)
 
+    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """See StepKernels."""
+        return logits.amax(dim=-1).float(), logits.argmax(dim=-1)
+
     def finish(self) -> None:
         """See StepKernels."""
 

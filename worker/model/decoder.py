@@ -6,6 +6,8 @@ and nothing else: tensors come from `weights`, the step's layout from `batch`, o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -17,6 +19,18 @@ from worker.model.config import ModelConfig
 from worker.model.weights import LayerWeights, ModelWeights
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What the model says of the next token of S rows."""
+
+    logits: Tensor
+    """[S, vocab] float32."""
+    largest: Tensor
+    """[S] float32, each row's largest logit; NaN if it has one."""
+    likeliest: Tensor
+    """[S] int64, the token of the largest logit; any, where that is NaN."""
+
+
 class Decoder:
     """A base model ready to run; holds no state of requests."""
 
@@ -24,22 +38,23 @@ class Decoder:
         self._eps = config.rms_norm_eps
         self._weights, self._kernels = weights, kernels
 
-    def logits(self, batch: Batch, rows: NDArray[np.int64]) -> Tensor:
+    def scores(self, batch: Batch, rows: NDArray[np.int64]) -> Scores | None:
         """Run the model over a batch, writing keys and values to the cache.
 
-        Returns the next token's logits of some of the batch's rows, [len(rows), vocab] float32.
+        Returns the next token's scores for some of the batch's rows, None for none. They last until the next step.
         """
         step = self._kernels.step(batch)
         hidden = self._hidden(step, batch)
         if not len(rows):
             step.finish()
-            return torch.empty(0, self._weights.lm_head.out_features)
+            return None
         if not np.array_equal(rows, np.arange(len(hidden))):  # some rows only, or in another order
             step.finish()
             hidden = hidden[torch.from_numpy(rows).to(hidden.device)]
         logits = step.linear(self._weights.lm_head, step.rms_norm(hidden, self._weights.norm, self._eps))
+        largest = step.largest(logits)
         step.finish()
-        return logits.float()
+        return Scores(logits.float(), *largest)
 
     def _hidden(self, step: StepKernels, batch: Batch) -> Tensor:
         """Run all layers; returns [T, hidden] before the last norm."""

@@ -6,12 +6,12 @@ Owns the model, the arena, the adapter slots and the sampler; decides nothing. `
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import structlog
 import torch
-from torch import Tensor
 
 from worker.adapters.device import BaseShape, DeviceAdapters
 from worker.engine.plan import BASE_SLOT, AdapterLoad, SequenceStep, StepPlan, StepResult
@@ -22,7 +22,7 @@ from worker.kernels.tiles import usable_chunk_bytes
 from worker.model.batch import build_step
 from worker.model.calibration import tokens_per_second
 from worker.model.config import ModelConfig, read_config, read_eos_token_ids
-from worker.model.decoder import Decoder
+from worker.model.decoder import Decoder, Scores
 from worker.model.device import DTYPES, choose_device, choose_dtype, free_bytes
 from worker.model.memory import default_arena_bytes, plan_arena
 from worker.model.sampler import Sampler
@@ -141,13 +141,14 @@ class ModelRunner:
         if not plan.sequences:
             return StepResult(plan.step, ())
         with torch.inference_mode():
-            sampled, logits = self._forward(plan.sequences)
-            if logits is None:
+            sampled, scores = self._forward(plan.sequences)
+            if scores is None:
                 return StepResult(plan.step, ())
-            # A maximum carries NaN on; it is taken first, as sampling overwrites the logits.
-            finite: list[bool] = logits.amax(dim=-1).isfinite().tolist()
-            broken = tuple(row.request_id for row, ok in zip(sampled, finite, strict=True) if not ok)
-            return StepResult(plan.step, self._sampler.sample(logits, sampled), broken)
+            largest: list[float] = scores.largest.tolist()
+            broken = tuple(
+                row.request_id for row, logit in zip(sampled, largest, strict=True) if not math.isfinite(logit)
+            )
+            return StepResult(plan.step, self._sampler.sample(scores.logits, sampled, scores.likeliest), broken)
 
     def prepare_adapter(self, slot: int, path: Path, chunk_ids: tuple[int, ...]) -> AdapterLoad:
         """Load the packed adapter at `path` into `slot`; see Runner."""
@@ -179,15 +180,14 @@ class ModelRunner:
 
     def _run_and_wait(self, sequences: list[SequenceStep]) -> None:
         with torch.inference_mode():
-            _, logits = self._forward(sequences)
-            if logits is not None:
-                logits.argmax(dim=-1).tolist()  # the result on the host: nothing is left in flight
+            _, scores = self._forward(sequences)
+            if scores is not None:
+                scores.likeliest.tolist()  # the result on the host: nothing is left in flight
 
-    def _forward(self, sequences: Sequence[SequenceStep]) -> tuple[tuple[SequenceStep, ...], Tensor | None]:
-        """Return the sequences that choose a token and their logits [S, vocab] float32, None when there are none."""
+    def _forward(self, sequences: Sequence[SequenceStep]) -> tuple[tuple[SequenceStep, ...], Scores | None]:
+        """Return the sequences that choose a token and their scores, None when there are none."""
         step = build_step(sequences, self._adapters.get)
-        logits = self._decoder.logits(step.batch, step.sampled_rows)
-        return step.sampled, logits if step.sampled else None
+        return step.sampled, self._decoder.scores(step.batch, step.sampled_rows)
 
 
 def _backend(device: torch.device, threads: int) -> Backend:

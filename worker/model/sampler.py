@@ -54,14 +54,20 @@ class Sampler:
         for request_id in request_ids:
             self._requests.pop(request_id, None)
 
-    def sample(self, logits: Tensor, sequences: Sequence[SequenceStep]) -> tuple[SampledTokens, ...]:
-        """Choose one token per sequence; logits [S, vocab] float32 in the sequences' order, may be overwritten."""
+    def sample(
+        self, logits: Tensor, sequences: Sequence[SequenceStep], likeliest: Tensor | None = None
+    ) -> tuple[SampledTokens, ...]:
+        """Choose one token per sequence; logits [S, vocab] float32 in the sequences' order, may be overwritten.
+
+        likeliest [S] int64 are the tokens of the largest logits, None if nobody has looked for them.
+        """
         requests = [self._requests[sequence.request_id] for sequence in sequences]
         positions = [sequence.position + len(sequence.token_ids) for sequence in sequences]
         reported = [row for row, request in enumerate(requests) if request.sampling.logprobs >= 0]
         raw = logits[torch.tensor(reported, device=logits.device)] if reported else None  # a copy
-        self._constrain(logits, requests, positions)
-        tokens = _choose(logits, requests, positions)
+        if self._constrain(logits, requests, positions) or likeliest is None:
+            likeliest = logits.argmax(dim=-1)
+        tokens = _choose(logits, likeliest, requests, positions)
         logprobs: dict[int, SampledLogprobs] = {}
         if raw is not None:
             chosen = [tokens[row] for row in reported]
@@ -75,7 +81,8 @@ class Sampler:
             for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True))
         )
 
-    def _constrain(self, logits: Tensor, requests: Sequence[_Request], positions: Sequence[int]) -> None:
+    def _constrain(self, logits: Tensor, requests: Sequence[_Request], positions: Sequence[int]) -> bool:
+        """Apply what parameters forbid or favour; returns whether there was anything."""
         biases: list[tuple[int, Sequence[tuple[int, float]]]] = []
         for row, (request, position) in enumerate(zip(requests, positions, strict=True)):
             if request.sampling.logit_bias:
@@ -86,21 +93,19 @@ class Sampler:
         apply_biases(logits, biases)
         penalised = [PenaltyRow(row, r.seen, r.sampling) for row, r in enumerate(requests) if r.seen is not None]
         apply_penalties(logits, penalised)
+        return bool(biases or penalised)
 
 
-def _choose(logits: Tensor, requests: Sequence[_Request], positions: Sequence[int]) -> list[int]:
+def _choose(logits: Tensor, likeliest: Tensor, requests: Sequence[_Request], positions: Sequence[int]) -> list[int]:
+    tokens: list[int] = likeliest.tolist()
     drawn = [row for row, request in enumerate(requests) if request.sampling.temperature > 0]
-    samplings = [requests[row].sampling for row in drawn]
-    random = uniforms([sampling.seed for sampling in samplings], [positions[row] for row in drawn])
-    if len(drawn) == len(requests):
-        tokens = draw(logits, samplings, random)
-    else:
-        tokens = logits.argmax(dim=-1)
-        if drawn:
-            index = torch.tensor(drawn, device=logits.device)
-            tokens[index] = draw(logits[index], samplings, random)
-    chosen: list[int] = tokens.tolist()
-    return chosen
+    if drawn:
+        samplings = [requests[row].sampling for row in drawn]
+        random = uniforms([sampling.seed for sampling in samplings], [positions[row] for row in drawn])
+        some = logits if len(drawn) == len(requests) else logits[torch.tensor(drawn, device=logits.device)]
+        for row, token in zip(drawn, draw(some, samplings, random).tolist(), strict=True):
+            tokens[row] = token
+    return tokens
 
 
 def _report(raw: Tensor, chosen: Sequence[int], wanted: Sequence[int]) -> list[SampledLogprobs]:

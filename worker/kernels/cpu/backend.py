@@ -49,10 +49,17 @@ class CpuKernels:
         self.arena, self.pool = arena, pool
         self.cos, self.sin = cos.contiguous(), sin.contiguous()
         self.tapes = Tapes()
+        self._values, self._places = torch.empty(0), torch.empty(0, dtype=torch.int64)
 
     def step(self, batch: Batch) -> CpuStep:
         """See Kernels."""
         return CpuStep(self, batch)
+
+    def room_for_largest(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Return room for so many numbers and their places, at the same addresses until more is asked for."""
+        if len(self._values) < rows:
+            self._values, self._places = torch.empty(2 * rows), torch.empty(2 * rows, dtype=torch.int64)
+        return self._values[:rows], self._places[:rows]
 
 
 class CpuStep:
@@ -160,6 +167,14 @@ class CpuStep:
             known = self._recorder.change((Op.LORA_ADD, place), x, y)
             sides = (x.data_ptr(), *x.shape, y.data_ptr(), y.shape[1])
             self._write(known, 1, Op.LORA_ADD, self._num_lora_rows, *sides, *self._lora, place, *self._lora_rows)
+
+    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """See StepKernels."""
+        values, places = self._kernels.room_for_largest(len(logits))
+        if not self._recorder.change((Op.LARGEST,), logits, values, places):
+            sides = (logits.data_ptr(), *logits.shape, values.data_ptr(), places.data_ptr())
+            self._recorder.note(Op.LARGEST, len(logits), *sides)
+        return values, places
 
     def finish(self) -> None:
         """See StepKernels."""

@@ -19,7 +19,7 @@ from numba import carray, njit
 
 from worker.kernels.cpu.atomics import address, atomic_add, atomic_load, atomic_store, compare_and_set, yield_core
 from worker.kernels.cpu.attention import attend, rotate_and_store
-from worker.kernels.cpu.elementwise import add, rms_norm, silu_mul
+from worker.kernels.cpu.elementwise import add, largest, rms_norm, silu_mul
 from worker.kernels.cpu.linear import embed, linear
 from worker.kernels.cpu.lora import lora_add
 from worker.kernels.cpu.numbers import COMPILED
@@ -38,6 +38,7 @@ class Op(IntEnum):
     SILU_MUL = 6
     LORA_ADD = 7
     EMBED = 8
+    LARGEST = 9
 
 
 ROW: Final = 24
@@ -54,9 +55,8 @@ MAX_TASKS: Final = (1 << _TASK_BITS) - 1
 _SEQUENCE_MASK: Final = (1 << 22) - 1
 
 _RECORD: Final = len(Field)
-_LINEAR, _RMS_NORM, _ADD_RMS_NORM, _ADD, _ROTATE_AND_STORE, _ATTEND, _SILU_MUL, _LORA_ADD, _EMBED = (
-    int(op) for op in Op
-)
+_LINEAR, _RMS_NORM, _ADD_RMS_NORM, _ADD, _ROTATE_AND_STORE = (int(op) for op in list(Op)[:5])
+_ATTEND, _SILU_MUL, _LORA_ADD, _EMBED, _LARGEST = (int(op) for op in list(Op)[5:])
 
 
 @njit(**COMPILED)
@@ -105,6 +105,9 @@ def run_task(p: Any, task: int) -> None:
         )
     elif op == _EMBED:  # kind, weight, inner, scales, ids, rows, out
         embed(p[2], p[3], p[4], p[5], carray(address(p[6]), (p[7],), np.int64), _floats(p[8], p[7], p[4]), task)
+    elif op == _LARGEST:  # x, rows, columns, values, places
+        values, places = carray(address(p[5]), (p[3],), np.float32), carray(address(p[6]), (p[3],), np.int64)
+        largest(_floats(p[2], p[3], p[4]), values, places, task)
     else:
         _attention_task(p, task)
 

@@ -234,9 +234,9 @@ def first_logits(runner: ModelRunner, tokens: Sequence[int], slot: int = BASE_SL
     """Logits of the token after `tokens`, [vocab], computed in one step on the first blocks."""
     blocks = tuple(range(-(-len(tokens) // runner.block_tokens)))
     with torch.inference_mode():
-        _, logits = runner._forward([SequenceStep(0, tuple(tokens), 0, blocks, slot, sample=True)])
-    assert logits is not None
-    return logits[0].clone()  # the next step has its room
+        _, scores = runner._forward([SequenceStep(0, tuple(tokens), 0, blocks, slot, sample=True)])
+    assert scores is not None
+    return scores.logits[0].clone()  # the next step has its room
 
 
 def chunks_for(runner: ModelRunner, slot: int) -> tuple[int, ...]:
