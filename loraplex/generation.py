@@ -99,6 +99,8 @@ class ServingFacts:
     prefill_s: float
     decode_s: float
     worker_id: str
+    base_quantization: str = "none"
+    """How the worker keeps the base's matrices."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,6 +134,7 @@ def event(response: inference_pb2.GenerateResponse) -> Event:
             prefill_s=facts.prefill_time.ToNanoseconds() / 1e9,
             decode_s=facts.decode_time.ToNanoseconds() / 1e9,
             worker_id=facts.worker_id,
+            base_quantization=facts.base_quantization or "none",
         ),
         tuple(_span(span) for span in response.finished.spans),
     )

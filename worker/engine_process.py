@@ -70,6 +70,7 @@ class EngineOptions:
     base_digest: str
     device: str
     dtype: str
+    base_quantization: str
     arena_bytes: int | None
     max_context_tokens: int | None
     max_running_requests: int
@@ -92,6 +93,7 @@ def parse_options(argv: Sequence[str]) -> EngineOptions:
     parser.add_argument("--base-digest", default="", help="its digest, if known; it is computed otherwise")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
+    parser.add_argument("--base-quantization", default="none", choices=["none", "int8"])
     parser.add_argument("--arena-bytes", type=_positive, default=None, help="default: the runner decides")
     parser.add_argument("--max-context-tokens", type=_positive, default=None, help="default: the model's")
     parser.add_argument("--max-running-requests", type=_positive, default=64)
@@ -157,6 +159,7 @@ def _start(
         prefill_tokens_per_second=prefill,
         decode_tokens_per_second=decode,
         max_running_requests=config.max_running_requests,
+        base_quantization=options.base_quantization,
     )
     return runner, config, ready
 
@@ -180,7 +183,7 @@ def _config(options: EngineOptions, runner: OpenedRunner) -> EngineConfig:
         max_adapter_wait_s=options.max_adapter_wait_s,
         mixed_batch_ratio=options.mixed_batch_ratio,
         prefix_cache=options.prefix_cache,
-        base_identity=f"{options.base_digest} {runner.dtype}",
+        base_identity=f"{options.base_digest} {runner.dtype} {options.base_quantization}",
     )
 
 
@@ -215,6 +218,7 @@ def _open_model_runner(options: EngineOptions) -> OpenedRunner:
         options.base_dir,
         device=options.device,
         dtype=options.dtype,
+        base_quantization=options.base_quantization,
         arena_bytes=options.arena_bytes,
         max_context_tokens=options.max_context_tokens,
         max_running_requests=options.max_running_requests,

@@ -86,6 +86,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     prefill_tokens_per_second: float
     decode_tokens_per_second: float
     max_running_requests: int
+    base_quantization: str = "none"
+    """How the base's matrices are kept; see worker.settings."""
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):

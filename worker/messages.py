@@ -78,14 +78,21 @@ def tier_of(timing: Timing, *, fetched: bool) -> Tier:
 
 
 def serving_facts(
-    timing: Timing, *, fetch_s: float, fetched: bool, base_digest: str, digests: tuple[str, str] | None, worker_id: str
+    timing: Timing,
+    *,
+    fetch_s: float,
+    fetched: bool,
+    base_digest: str,
+    base_quantization: str,
+    digests: tuple[str, str] | None,
+    worker_id: str,
 ) -> ServingFacts:
     """Return the facts of one RPC.
 
     `digests` are the adapter's version and artifact, None for the base. `fetch_s` was spent in the front end before
     the engine heard of the request: the engine counts it as queueing, here it is loading.
     """
-    facts = ServingFacts(base_digest=base_digest, worker_id=worker_id)
+    facts = ServingFacts(base_digest=base_digest, base_quantization=base_quantization, worker_id=worker_id)
     if digests is not None:
         facts.version_digest, facts.artifact_digest = digests
         facts.tier_hit = _TIERS[tier_of(timing, fetched=fetched)]

@@ -231,6 +231,7 @@ class WorkerService(WorkerServiceServicer):
                         fetch_s=fetch_s,
                         fetched=lease is not None and lease.fetched,
                         base_digest=base.digest,
+                        base_quantization=ready.base_quantization,
                         digests=(adapter.version_digest, adapter.artifact_digest) if adapter else None,
                         worker_id=parts.worker_id,
                     )

@@ -53,6 +53,8 @@ def facts_line(completion: Completion, watch: Stopwatch) -> str:
     )
     speed = f"{watch.tokens_per_second:.1f} tok/s, " if watch.tokens_per_second else ""
     load = f", load {output.duration(facts.adapter_load_s)}" if facts.artifact_digest else ""
+    if facts.base_quantization != "none":
+        adapter += f" on an {facts.base_quantization} base"
     return (
         f"{adapter} · {usage.prompt_tokens} + {usage.completion_tokens} tokens · {speed}first token after "
         f"{output.duration(watch.time_to_first_token_s)} · queue {output.duration(facts.queue_s)}{load}, "

@@ -36,6 +36,7 @@ def _facts_of(facts: generation_pb2.ServingFacts) -> dict[str, Any]:
     tier = generation_pb2.AdapterTier.Name(facts.tier_hit).removeprefix("ADAPTER_TIER_").lower()
     return {
         "base_digest": facts.base_digest,
+        "base_quantization": facts.base_quantization or "none",
         "version_digest": facts.version_digest or None,
         "artifact_digest": facts.artifact_digest or None,
         "tier_hit": tier if facts.tier_hit else None,

@@ -18,6 +18,7 @@ from worker.kernels.layout import Arena, AttentionShape, Site
 from worker.kernels.linear import Linear
 from worker.kernels.reference import ReferenceBackend
 from worker.kernels.tiles import Format, PlacedAdapter
+from worker.model.base_quantization import quantize_linear
 
 SMALL = AttentionShape(NUM_LAYERS, 4, 2, 16)
 WIDE = AttentionShape(NUM_LAYERS, 4, 2, 64)
@@ -66,6 +67,24 @@ def both(backend: Backend, compute: Callable[[Backend, StepKernels], Tensor], ro
 def test_linear(backend: Backend, rows: int, out: int, inner: int, biased: bool, dtype: torch.dtype) -> None:
     weight, bias, x = randn(out, inner, dtype=dtype), randn(out, seed=1) if biased else None, randn(rows, inner, seed=2)
     assert_close(*both(backend, lambda one, step: step.linear(one.pack(Linear.plain(weight, bias)), x), rows))
+
+
+@pytest.mark.parametrize(("out", "inner"), [(48, 32), (97, 65), (5, 24)])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7])
+def test_linear_in_whole_numbers(rows: int, out: int, inner: int) -> None:
+    linear = quantize_linear(Linear.plain(randn(out, inner, dtype=torch.bfloat16), randn(out, seed=1)))
+    assert linear.weight.dtype == torch.int8
+    x = randn(rows, inner, seed=2)
+    assert_close(*both(cpu(2), lambda one, step: step.linear(one.pack(linear), x), rows))
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+def test_embed(kind: str) -> None:
+    plain = Linear.plain(randn(50, 24).to(torch.float32 if kind == "float32" else torch.bfloat16), None)
+    embedding = quantize_linear(plain) if kind == "int8" else plain
+    tokens = np.array([0, 49, 16, 15, 31, 16])
+    exact, expected = both(cpu(2), lambda one, step: step.embed(one.pack(embedding), tokens).float(), 6)
+    assert torch.equal(exact, expected)
 
 
 @pytest.mark.parametrize("rows", [1, 9])

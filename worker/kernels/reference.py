@@ -39,11 +39,11 @@ class ReferenceKernels:
 
     def embed(self, embedding: Linear, token_ids: NDArray[np.int64]) -> Tensor:
         """See StepKernels."""
-        return embedding.weight[torch.from_numpy(token_ids)]
+        return _weight_of(embedding)[torch.from_numpy(token_ids)]
 
     def linear(self, linear: Linear, x: Tensor) -> Tensor:
         """See StepKernels."""
-        y = x.float() @ linear.weight.float().T
+        y = x.float() @ _weight_of(linear).T
         if linear.bias is not None:
             y = y + linear.bias.float()
         return y.to(x.dtype)
@@ -113,6 +113,11 @@ class ReferenceKernels:
                 out = slice(int(record[Field.OUT]), int(record[Field.OUT] + record[Field.OUTER]))
                 for row in range(request.start, request.start + request.count):
                     y[row, out] = (y[row, out].float() + (a @ x[row].float()) @ b).to(y.dtype)
+
+
+def _weight_of(linear: Linear) -> Tensor:
+    weight = linear.weight.float()
+    return weight if linear.scales is None else weight * linear.scales[:, None]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -10,8 +10,6 @@ import torch
 from loraplex.errors import InvalidParameter
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_NATIVE_BF16: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
-"""CPU flags (x86 and Arm) that mean bfloat16 products in hardware."""
 
 
 def choose_device(asked: str) -> torch.device:
@@ -27,13 +25,15 @@ def choose_device(asked: str) -> torch.device:
 
 
 def choose_dtype(asked: str, device: torch.device) -> str:
-    """Return `float32` or `bfloat16`; `auto` is bfloat16 where the hardware multiplies it. Raises InvalidParameter."""
+    """Return `float32` or `bfloat16`; `auto` is what the kernels compute in. Raises InvalidParameter.
+
+    Those for CPUs compute in float32, and gain nothing but memory by keys and values in bfloat16.
+    """
     if asked in DTYPES:
         return asked
     if asked != "auto":
         raise InvalidParameter(f"dtype {asked!r} is not known; give auto, float32 or bfloat16", field="dtype")
-    native = torch.cuda.is_bf16_supported() if device.type == "cuda" else bool(_cpu_flags() & _NATIVE_BF16)
-    return "bfloat16" if native else "float32"
+    return "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
 
 
 def free_bytes(device: torch.device) -> int:
@@ -44,14 +44,6 @@ def free_bytes(device: torch.device) -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return 4 * 2**30  # no Linux: assume a small machine
-
-
-def _cpu_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    for line in _lines(path):
-        name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            return frozenset(value.split())
-    return frozenset()
 
 
 def _lines(path: Path) -> list[str]:

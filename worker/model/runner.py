@@ -7,7 +7,7 @@ Owns the model, the arena, the adapter slots and the sampler; decides nothing. `
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import structlog
@@ -18,7 +18,9 @@ from worker.engine.plan import BASE_SLOT, AdapterLoad, SequenceStep, StepPlan, S
 from worker.kernels.eager import EagerBackend
 from worker.kernels.interface import Backend
 from worker.kernels.layout import BLOCK_TOKENS, Arena, AttentionShape
+from worker.kernels.linear import Linear
 from worker.kernels.tiles import usable_chunk_bytes
+from worker.model.base_quantization import check_base_quantization, quantize_linear
 from worker.model.batch import build_step
 from worker.model.calibration import tokens_per_second
 from worker.model.config import ModelConfig, read_config, read_eos_token_ids
@@ -84,21 +86,30 @@ class ModelRunner:
         max_resident_adapters: int,
         max_prefill_tokens: int,
         base_digest: str,
+        base_quantization: str = "none",
         threads: int = 1,
         backend: Backend | None = None,
     ) -> ModelRunner:
         """Load the Hugging Face folder `base_dir` and take the arena's memory.
 
-        `device` is auto, cpu or cuda; `dtype` auto, float32 or bfloat16; None leaves a size to the machine. Raises
-        InvalidBaseModel, CorruptArtifact or InvalidParameter, naming the field and the remedy.
+        `device` is auto, cpu or cuda; `dtype` auto, float32 or bfloat16; `base_quantization` none or int8; None leaves
+        a size to the machine. Raises InvalidBaseModel, CorruptArtifact or InvalidParameter, naming the field and the
+        remedy.
         """
         config = read_config(base_dir)
         eos_token_ids = read_eos_token_ids(base_dir)
         torch_device = choose_device(device)
+        check_base_quantization(base_quantization, torch_device)
         dtype_name = choose_dtype(dtype, torch_device)
         torch_dtype = DTYPES[dtype_name]
         backend = backend or _backend(torch_device, threads)
-        weights = load_weights(base_dir, config, device=torch_device, dtype=torch_dtype, pack=backend.pack)
+        weights = load_weights(
+            base_dir,
+            config,
+            device=torch_device,
+            dtype=torch_dtype,
+            pack=_packing(backend, base_quantization),
+        )
         if arena_bytes is None:
             arena_bytes = default_arena_bytes(torch_device.type, free_bytes(torch_device))
         plan = plan_arena(
@@ -117,6 +128,7 @@ class ModelRunner:
             family=config.family,
             device=torch_device.type,
             dtype=dtype_name,
+            base_quantization=base_quantization,
             layers=config.num_layers,
             chunks=plan.num_chunks,
             max_context_tokens=plan.max_context_tokens,
@@ -188,6 +200,12 @@ class ModelRunner:
         """Return the sequences that choose a token and their scores, None when there are none."""
         step = build_step(sequences, self._adapters.get)
         return step.sampled, self._decoder.scores(step.batch, step.sampled_rows)
+
+
+def _packing(backend: Backend, base_quantization: str) -> Callable[[Linear], Linear]:
+    if base_quantization == "none":
+        return backend.pack
+    return lambda linear: backend.pack(quantize_linear(linear))
 
 
 def _backend(device: torch.device, threads: int) -> Backend:

@@ -326,6 +326,7 @@ class ServingFacts(_message.Message):
     PREFILL_TIME_FIELD_NUMBER: _builtins.int
     DECODE_TIME_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
+    BASE_QUANTIZATION_FIELD_NUMBER: _builtins.int
     base_digest: _builtins.str
     """Digest of the base model that answered."""
     version_digest: _builtins.str
@@ -336,6 +337,8 @@ class ServingFacts(_message.Message):
     """Where the adapter was when the request came."""
     worker_id: _builtins.str
     """The worker that answered."""
+    base_quantization: _builtins.str
+    """How that worker keeps the base's matrices: `none` (as they are stored) or `int8`."""
     @_builtins.property
     def queue_time(self) -> _duration_pb2.Duration:
         """From arrival at the worker until the engine first scheduled the request, less the adapter's loading."""
@@ -364,10 +367,11 @@ class ServingFacts(_message.Message):
         prefill_time: _duration_pb2.Duration | None = ...,
         decode_time: _duration_pb2.Duration | None = ...,
         worker_id: _builtins.str = ...,
+        base_quantization: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter_load_time", b"adapter_load_time", "decode_time", b"decode_time", "prefill_time", b"prefill_time", "queue_time", b"queue_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_load_time", b"adapter_load_time", "artifact_digest", b"artifact_digest", "base_digest", b"base_digest", "decode_time", b"decode_time", "prefill_time", b"prefill_time", "queue_time", b"queue_time", "tier_hit", b"tier_hit", "version_digest", b"version_digest", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_load_time", b"adapter_load_time", "artifact_digest", b"artifact_digest", "base_digest", b"base_digest", "base_quantization", b"base_quantization", "decode_time", b"decode_time", "prefill_time", b"prefill_time", "queue_time", b"queue_time", "tier_hit", b"tier_hit", "version_digest", b"version_digest", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

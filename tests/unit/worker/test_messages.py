@@ -14,7 +14,15 @@ TIMING = Timing(queue_s=0.5, adapter_load_s=0.25, prefill_s=0.125, decode_s=2.0,
 
 
 def facts(timing=TIMING, *, fetch_s=0.0, fetched=False, digests=("v", "a")):
-    return serving_facts(timing, fetch_s=fetch_s, fetched=fetched, base_digest="b", digests=digests, worker_id="w")
+    return serving_facts(
+        timing,
+        fetch_s=fetch_s,
+        fetched=fetched,
+        base_digest="b",
+        base_quantization="int8",
+        digests=digests,
+        worker_id="w",
+    )
 
 
 def seconds(duration: Duration) -> float:
