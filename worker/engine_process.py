@@ -38,6 +38,9 @@ EXIT_START_FAILED: Final = 3
 _FLUSH_S: Final = 5.0
 _LOADER_JOIN_S: Final = 2.0
 _PR_SET_PDEATHSIG: Final = 1
+_STEP_S: Final = 0.2
+_FEWEST_STEP_TOKENS: Final = 64
+_MOST_STEP_TOKENS: Final = 2048
 
 log = structlog.get_logger(__name__)
 
@@ -76,7 +79,7 @@ class EngineOptions:
     max_running_requests: int
     max_resident_adapters: int
     max_adapter_bytes: int | None
-    max_prefill_tokens: int
+    max_prefill_tokens: int | None
     max_adapter_wait_s: float
     mixed_batch_ratio: float
     prefix_cache: bool
@@ -99,7 +102,7 @@ def parse_options(argv: Sequence[str]) -> EngineOptions:
     parser.add_argument("--max-running-requests", type=_positive, default=64)
     parser.add_argument("--max-resident-adapters", type=_positive, default=32)
     parser.add_argument("--max-adapter-bytes", type=_positive, default=None, help="default: bound by slots and arena")
-    parser.add_argument("--max-prefill-tokens", type=_positive, default=512, help="tokens in one step")
+    parser.add_argument("--max-prefill-tokens", type=_positive, default=None, help="default: a step of 0.2 s")
     parser.add_argument("--max-adapter-wait-s", type=float, default=2.0, help="how long one may be overtaken")
     parser.add_argument("--mixed-batch-ratio", type=float, default=1.0, help="share that runs with mixed adapters")
     parser.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction, default=True)
@@ -143,7 +146,7 @@ def _start(
         gc.collect()
         gc.freeze()  # the model's objects stay; collections during steps need not walk them
         prefill, decode = runner.calibrate()
-        config = _config(options, runner)
+        config = _config(options, runner, prefill)
     except LoraplexError as error:
         return StartFailed(error.reason, error.message)
     except Exception:
@@ -164,7 +167,7 @@ def _start(
     return runner, config, ready
 
 
-def _config(options: EngineOptions, runner: OpenedRunner) -> EngineConfig:
+def _config(options: EngineOptions, runner: OpenedRunner, prefill_tokens_per_second: float) -> EngineConfig:
     kv_tokens = runner.total_blocks * runner.block_tokens
     if kv_tokens < runner.max_context_tokens:
         log.warning("engine.context_capped_by_arena", kv_tokens=kv_tokens, model_tokens=runner.max_context_tokens)
@@ -177,7 +180,7 @@ def _config(options: EngineOptions, runner: OpenedRunner) -> EngineConfig:
         chunk_bytes=runner.chunk_bytes,
         adapter_chunk_bytes=runner.adapter_chunk_bytes,
         max_running_requests=options.max_running_requests,
-        max_prefill_tokens=options.max_prefill_tokens,
+        max_prefill_tokens=options.max_prefill_tokens or step_tokens(prefill_tokens_per_second),
         max_resident_adapters=options.max_resident_adapters,
         max_adapter_bytes=options.max_adapter_bytes,
         max_adapter_wait_s=options.max_adapter_wait_s,
@@ -185,6 +188,11 @@ def _config(options: EngineOptions, runner: OpenedRunner) -> EngineConfig:
         prefix_cache=options.prefix_cache,
         base_identity=f"{options.base_digest} {runner.dtype} {options.base_quantization}",
     )
+
+
+def step_tokens(prefill_tokens_per_second: float) -> int:
+    """Return how many tokens a step computes where nobody said: so many that it does not hold up running answers."""
+    return min(max(int(prefill_tokens_per_second * _STEP_S), _FEWEST_STEP_TOKENS), _MOST_STEP_TOKENS)
 
 
 def describe(error: Exception) -> Problem:
@@ -223,7 +231,7 @@ def _open_model_runner(options: EngineOptions) -> OpenedRunner:
         max_context_tokens=options.max_context_tokens,
         max_running_requests=options.max_running_requests,
         max_resident_adapters=options.max_resident_adapters,
-        max_prefill_tokens=options.max_prefill_tokens,
+        max_prefill_tokens=options.max_prefill_tokens or _MOST_STEP_TOKENS,
         base_digest=options.base_digest or read_manifest(options.base_dir).digest(),
         threads=options.threads or usable_cores(),
     )

@@ -14,7 +14,7 @@ import pytest
 
 from tests.fake_runner import Trigger, expected_tokens
 from tests.unit.worker.engine.client import Client
-from worker.engine_process import parse_options
+from worker.engine_process import parse_options, step_tokens
 from worker.mailbox import Ready, Shutdown, StartFailed
 
 Spawn = Callable[..., tuple[subprocess.Popen[bytes], Client]]
@@ -138,3 +138,8 @@ def test_bad_options_are_refused(argv: list[str], capsys: pytest.CaptureFixture[
         parse_options(argv)
     assert exit_.value.code == 2
     assert "error:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("rate", "tokens"), [(0.5, 64), (600.0, 120), (9_000.0, 1_800), (1e6, 2048)])
+def test_a_step_holds_up_running_answers_for_a_fifth_of_a_second(rate: float, tokens: int) -> None:
+    assert step_tokens(rate) == tokens
