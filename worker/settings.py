@@ -59,8 +59,8 @@ class WorkerSettings(AdminSettings):
     )
     max_prefill_tokens: Count | None = Field(
         None,
-        description="tokens computed in one step: one of every running answer, prompts with the rest (default: what this "
-        "machine computes in 0.2 s, from 64 to 2048)",
+        description="tokens computed in one step: one of every running answer, prompts with the rest (default: what "
+        "this machine computes in 0.2 s, from 64 to 2048)",
     )
     mixed_batch_ratio: Annotated[float, Field(ge=0.5, le=1)] = Field(
         1.0, description="share of max_running_requests that may run while they use more than one adapter"
