@@ -92,7 +92,8 @@ class CpuStep:
     def embed(self, embedding: Linear, token_ids: NDArray[np.int64]) -> Tensor:
         """See StepKernels."""
         inner, scales = embedding.in_features, embedding.scales
-        known, out = self._recorder.result((Op.EMBED,), (len(token_ids), inner), embedding.weight)
+        parts = _parts(embedding)
+        known, out = self._recorder.result((Op.EMBED,), (len(token_ids), inner), *parts)
         row = (
             *(Op.EMBED, len(token_ids), packed_kind(embedding), embedding.weight.data_ptr(), inner),
             *(0 if scales is None else scales.data_ptr(), self._keep(token_ids), len(token_ids), out.data_ptr()),
@@ -103,17 +104,15 @@ class CpuStep:
     def linear(self, linear: Linear, x: Tensor) -> Tensor:
         """See StepKernels."""
         outputs, inner = linear.out_features, linear.in_features
-        known, y = self._recorder.result((Op.LINEAR,), (x.shape[0], outputs), x, linear.weight)
+        parts = _parts(linear)
+        known, y = self._recorder.result((Op.LINEAR,), (x.shape[0], outputs), x, *parts)
         if not known:
-            bias, scales = linear.bias, linear.scales
-            if bias is None:
-                raise ValueError("the linear is not packed")
             per_task = panels_per_task(outputs)
             tasks = -(-outputs // (per_task * LANES))
-            weights = (linear.weight.data_ptr(), outputs, 0 if scales is None else scales.data_ptr(), bias.data_ptr())
+            weight, bias, *scales = [part.data_ptr() for part in parts]
             sides = (packed_kind(linear), x.data_ptr(), len(x), inner)
-            self._recorder.keep(linear)
-            self._recorder.note(Op.LINEAR, tasks, *sides, *weights, y.data_ptr(), per_task)
+            rest = (weight, outputs, scales[0] if scales else 0, bias, y.data_ptr(), per_task)
+            self._recorder.note(Op.LINEAR, tasks, *sides, *rest)
         return y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -192,6 +191,13 @@ class CpuStep:
         """Return an array's address, and keep it to the end of the step."""
         self._kept.append(array)
         return int(array.ctypes.data)
+
+
+def _parts(linear: Linear) -> tuple[Tensor, ...]:
+    """Return a packed linear's weight, bias and, if it has them, scales."""
+    if linear.bias is None:
+        raise ValueError("the linear is not packed")
+    return (linear.weight, linear.bias) if linear.scales is None else (linear.weight, linear.bias, linear.scales)
 
 
 def _shape(tensor: Tensor) -> tuple[int, int]:

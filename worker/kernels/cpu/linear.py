@@ -1,8 +1,7 @@
 """y = x Wᵀ + b for few or many rows of x, the weight in float32, bits of bfloat16 or INT8, arithmetic in float32.
 
-Rows are computed up to six at a time: twelve vectors of sums are what the registers of AVX2 hold beside the operands.
-With fewer rows several panels keep that many multiply-adds under way. A result's bits are the same in every form
-(`panels`).
+Rows are computed some at a time, as many as the processor's registers hold the sums of (`panels`); a result's bits do
+not depend on that.
 """
 
 from __future__ import annotations
@@ -16,14 +15,8 @@ from torch import Tensor
 
 from worker.kernels.cpu.atomics import address
 from worker.kernels.cpu.numbers import COMPILED, widen
-from worker.kernels.cpu.panels import LANES, panel_form
+from worker.kernels.cpu.panels import FORMS, LANES, PANELS, panel_product
 from worker.kernels.linear import Linear
-
-MOST_ROWS: Final = 6
-"""Rows computed together."""
-
-PANELS: Final = 2
-"""Panels of a task are a multiple of this, and so are a weight's."""
 
 FLOAT32, BFLOAT16, INT8 = range(3)
 """How a packed weight is stored."""
@@ -60,10 +53,10 @@ def _padded(values: Tensor, length: int) -> Tensor:
     return torch.cat([values, values.new_zeros(length - len(values), *values.shape[1:])])
 
 
-def _product_for(stored: Any, size: int) -> Any:
+def product_for(stored: Any, size: int, forms: tuple[int, ...] = FORMS) -> Any:
     """Return the function that computes a task with a weight stored as `stored`, of `size` bytes."""
-    rows6, rows5, rows4 = (panel_form(rows, 1, stored) for rows in (6, 5, 4))
-    rows3, rows2, rows1 = (panel_form(rows, PANELS, stored) for rows in (3, 2, 1))
+    form = panel_product(stored, forms)
+    most_rows = len(forms)
 
     @njit(**COMPILED)
     def product(
@@ -79,44 +72,22 @@ def _product_for(stored: Any, size: int) -> Any:
         task: int,
     ) -> None:
         first = task * per_task
-        last = min(first + per_task, (outputs + PANELS * LANES - 1) // (PANELS * LANES) * PANELS)
-        groups = (rows + MOST_ROWS - 1) // MOST_ROWS
+        panels = min(per_task, (outputs + PANELS * LANES - 1) // (PANELS * LANES) * PANELS - first)
+        w, b, s = weight + first * inner * LANES * size, bias + first * LANES * 4, scales + first * LANES * 4
+        groups = (rows + most_rows - 1) // most_rows
         row = 0
         for group in range(groups):
             count = (rows - row) // (groups - group)
-            x_at = x + row * inner * 4
-            y_at = y + row * outputs * 4
-            panel = first
-            while panel < last:
-                w = weight + panel * inner * LANES * size
-                b, s = bias + panel * LANES * 4, scales + panel * LANES * 4
-                to, left = y_at + panel * LANES * 4, outputs - panel * LANES
-                if count == 6:
-                    rows6(x_at, inner, w, inner, s, b, to, outputs, left)
-                    panel += 1
-                elif count == 5:
-                    rows5(x_at, inner, w, inner, s, b, to, outputs, left)
-                    panel += 1
-                elif count == 4:
-                    rows4(x_at, inner, w, inner, s, b, to, outputs, left)
-                    panel += 1
-                elif count == 3:
-                    rows3(x_at, inner, w, inner, s, b, to, outputs, left)
-                    panel += PANELS
-                elif count == 2:
-                    rows2(x_at, inner, w, inner, s, b, to, outputs, left)
-                    panel += PANELS
-                else:
-                    rows1(x_at, inner, w, inner, s, b, to, outputs, left)
-                    panel += PANELS
+            to = y + (row * outputs + first * LANES) * 4
+            form(count, x + row * inner * 4, inner, w, panels, inner, s, b, to, outputs, outputs - first * LANES)
             row += count
 
     return product
 
 
-_float32 = _product_for(types.float32, np.dtype(np.float32).itemsize)
-_bfloat16 = _product_for(types.uint16, np.dtype(np.uint16).itemsize)
-_int8 = _product_for(types.int8, np.dtype(np.int8).itemsize)
+_float32 = product_for(types.float32, np.dtype(np.float32).itemsize)
+_bfloat16 = product_for(types.uint16, np.dtype(np.uint16).itemsize)
+_int8 = product_for(types.int8, np.dtype(np.int8).itemsize)
 
 
 @njit(**COMPILED)

@@ -12,12 +12,16 @@ from __future__ import annotations
 from typing import Any, Final
 
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 LANES: Final = 16
 """Outputs of a panel."""
+
+PANELS: Final = 2
+"""What the panels of a weight are a multiple of."""
 
 _UNROLLED: Final = 4
 """Inputs per turn of the loop."""
@@ -36,21 +40,43 @@ _STORED: Final = {
 """Vector and bytes of a number, by how a weight is stored; uint16 holds the bits of bfloat16."""
 
 
-def panel_form(num_rows: int, num_panels: int, stored: Any) -> Any:
-    """Return a function for compiled code that multiplies `num_rows` rows with `num_panels` neighbouring panels.
+def forms_for(vector_registers: int, register_lanes: int) -> tuple[int, ...]:
+    """Return how many panels are computed together with 1, 2, ... rows; its length is the most rows.
 
-    Its arguments, all int64: address of the first row of x, numbers between rows of x; address of the first panel;
-    inputs; addresses of the panels' scales and biases, float32, scales 0 for none; address of the first row's first
-    output, numbers between rows of y; and how many outputs, from there on, there are: those after are not written.
-    `stored` is float32, uint16 (bits of bfloat16) or int8.
+    Sums fill the registers beside two vectors of weights and one of x; and there must be enough of them that a
+    multiply-add need not wait for the one before it, which is why few rows take two panels.
+    """
+    vectors = vector_registers * register_lanes // LANES  # that the registers hold
+    if vectors >= 32:
+        return (2,) * 12
+    return (2, 2, 2, 1, 1, 1)
+
+
+def _host_forms() -> tuple[int, ...]:
+    features = get_host_cpu_features()
+    return forms_for(32, 16) if features.get("avx512f") else forms_for(16, 8)
+
+
+FORMS: Final = _host_forms()
+
+
+def panel_product(stored: Any, forms: tuple[int, ...]) -> Any:
+    """Return a function for compiled code that multiplies 1 to len(forms) rows with neighbouring panels.
+
+    Its arguments, all int64: rows; address of the first row of x, numbers between rows of x; address of the first
+    panel, how many there are, a multiple of PANELS; inputs; addresses of the panels' scales and biases, float32, scales
+    0 for none; address of the first row's first output, numbers between rows of y; and how many outputs, from there on,
+    there are: those after are not written. `stored` is float32, uint16 (bits of bfloat16) or int8.
     """
 
     @intrinsic
-    def form(
+    def product(
         typingctx: Any,  # noqa: ARG001 - the types are the signature
+        rows: Any,  # noqa: ARG001
         x: Any,  # noqa: ARG001
         x_stride: Any,  # noqa: ARG001
         panels: Any,  # noqa: ARG001
+        num_panels: Any,  # noqa: ARG001
         inner: Any,  # noqa: ARG001
         scales: Any,  # noqa: ARG001
         biases: Any,  # noqa: ARG001
@@ -59,36 +85,63 @@ def panel_form(num_rows: int, num_panels: int, stored: Any) -> Any:
         outputs: Any,  # noqa: ARG001
     ) -> Any:
         def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            _Form(builder, num_rows, num_panels, stored, arguments).generate()
+            rows, *rest = arguments
+            after = builder.append_basic_block("after")
+            choice = builder.switch(rows, after)
+            for index, width in enumerate(forms):
+                block = builder.append_basic_block(f"rows{index + 1}")
+                choice.add_case(_INT(index + 1), block)
+                builder.position_at_end(block)
+                _Form(builder, index + 1, width, stored, rest).generate()
+                builder.branch(after)
+            builder.position_at_end(after)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 9), generate
+        return types.void(*[types.int64] * 11), generate
 
-    return form
+    return product
 
 
 class _Form:
-    """Writes one form's instructions."""
+    """Writes the instructions for a number of rows."""
 
-    def __init__(self, builder: Any, num_rows: int, num_panels: int, stored: Any, arguments: Any) -> None:
-        self._builder, self._stored = builder, stored
-        x, x_stride, panels, self._inner, self._scales, self._biases, self._y, self._y_stride, self._outputs = arguments
-        self._rows, self._panels = range(num_rows), range(num_panels)
-        vector, size = _STORED[stored]
-        panel_bytes = builder.mul(self._inner, _INT(LANES * size))
+    def __init__(self, builder: Any, num_rows: int, width: int, stored: Any, arguments: Any) -> None:
+        """`width` panels are computed together."""
+        self._builder, self._stored, self._width = builder, stored, width
+        x, x_stride, self._first, self._num_panels, self._inner, self._scales, self._biases, *y = arguments
+        self._y, self._y_stride, self._outputs = y
+        self._rows, self._panels = range(num_rows), range(width)
+        self._panel_bytes = builder.mul(self._inner, _INT(LANES * _STORED[stored][1]))
         self._x = [self._pointer(x, _FLOAT, builder.mul(x_stride, _INT(4 * row))) for row in self._rows]
-        self._w = [self._pointer(panels, vector, builder.mul(panel_bytes, _INT(p))) for p in self._panels]
         self._fma = self._function("llvm.fma.v16f32", _FLOATS, [_FLOATS] * 3)
+        self._w: list[Any] = []
 
     def generate(self) -> None:
-        """Write all: the sums in turns of several inputs, the inputs that are left, the outputs."""
+        """Write a loop over the panels."""
+        builder = self._builder
+        before, body, after = builder.block, builder.append_basic_block("panels"), builder.append_basic_block("end")
+        builder.branch(body)
+        builder.position_at_end(body)
+        panel = self._merge(_INT, (_INT(0), before))
+        self._compute(panel)
+        following = builder.add(panel, _INT(self._width))
+        panel.add_incoming(following, builder.block)
+        builder.cbranch(builder.icmp_signed("<", following, self._num_panels), body, after)
+        builder.position_at_end(after)
+
+    def _compute(self, panel: Any) -> None:
+        """Write one turn: the sums in turns of several inputs, the inputs that are left, the outputs."""
+        builder = self._builder
+        vector = _STORED[self._stored][0]
+        numbers = [builder.add(panel, _INT(number)) for number in self._panels]
+        self._w = [self._pointer(self._first, vector, builder.mul(self._panel_bytes, number)) for number in numbers]
         zero = ir.Constant(_FLOATS, None)
         sums = [zero for _ in self._rows for _ in self._panels]
-        whole = self._builder.and_(self._inner, _INT(-_UNROLLED))
+        whole = builder.and_(self._inner, _INT(-_UNROLLED))
         done, sums = self._loop(_INT(0), whole, _UNROLLED, sums)
         _, sums = self._loop(done, self._inner, 1, sums)
-        for panel in self._panels:
-            self._write(panel, [sums[row * len(self._panels) + panel] for row in self._rows])
+        for index, number in enumerate(numbers):
+            self._write(number, [sums[row * self._width + index] for row in self._rows])
 
     def _loop(self, start: Any, end: Any, step: int, sums: list[Any]) -> tuple[Any, list[Any]]:
         """Write a loop that adds the inputs of [start, end); returns where it ended and the sums."""
@@ -120,7 +173,7 @@ class _Form:
         for row in self._rows:
             value = self._everywhere(builder.load(builder.gep(self._x[row], [at])), _FLOATS)
             for panel in self._panels:
-                previous = sums[row * len(self._panels) + panel]
+                previous = sums[row * self._width + panel]
                 out.append(builder.call(self._fma, [value, weights[panel], previous]))
         return out
 
@@ -136,7 +189,7 @@ class _Form:
             return builder.sitofp(builder.sext(loaded, _INTS), _FLOATS)
         return loaded
 
-    def _write(self, panel: int, sums: list[Any]) -> None:
+    def _write(self, panel: Any, sums: list[Any]) -> None:
         """Scale one panel's sums, add its bias, and write those of the outputs that there are."""
         builder = self._builder
         masked_store = self._function(
@@ -146,16 +199,17 @@ class _Form:
             scale = self._vector(self._scales, panel)
             sums = [builder.fmul(value, scale) for value in sums]
         bias = self._vector(self._biases, panel)
-        left = builder.trunc(builder.sub(self._outputs, _INT(LANES * panel)), _INDEX)
+        left = builder.trunc(builder.sub(self._outputs, builder.mul(panel, _INT(LANES))), _INDEX)
         lanes = ir.Constant(_INTS, list(range(LANES)))
         mask = builder.icmp_signed("<", lanes, self._everywhere(left, _INTS))
         for row, value in zip(self._rows, sums, strict=True):
-            offset = builder.add(builder.mul(self._y_stride, _INT(4 * row)), _INT(4 * LANES * panel))
+            offset = builder.add(builder.mul(self._y_stride, _INT(4 * row)), builder.mul(panel, _INT(4 * LANES)))
             pointer = self._pointer(self._y, _FLOATS, offset)
             builder.call(masked_store, [builder.fadd(value, bias), pointer, _INDEX(4), mask])
 
-    def _vector(self, address: Any, panel: int) -> Any:
-        loaded = self._builder.load(self._pointer(address, _FLOATS, _INT(4 * LANES * panel)))
+    def _vector(self, address: Any, panel: Any) -> Any:
+        offset = self._builder.mul(panel, _INT(4 * LANES))
+        loaded = self._builder.load(self._pointer(address, _FLOATS, offset))
         loaded.align = 4
         return loaded
 

@@ -12,7 +12,7 @@ import math
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -147,10 +147,6 @@ class Recorder:
     def renew(self, back: int, *row: int) -> None:
         """Write a row of the operator on the tape anew, `back` rows before its end."""
         self._tape.program[self._row - back, : len(row)] = row
-
-    def keep(self, value: Any) -> None:
-        """Keep what rows point to until they are executed."""
-        self._alive.append(value)
 
     def rest(self) -> NDArray[np.int64]:
         """Return the rows that were not returned before, to be executed."""
