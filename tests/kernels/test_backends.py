@@ -17,7 +17,7 @@ from worker.kernels.interface import Backend, StepKernels
 from worker.kernels.layout import Arena, AttentionShape, Site
 from worker.kernels.linear import Linear
 from worker.kernels.reference import ReferenceBackend
-from worker.kernels.tiles import Format, PlacedAdapter
+from worker.kernels.tiles import Field, Format, PlacedAdapter
 from worker.model.base_quantization import quantize_linear
 
 SMALL = AttentionShape(NUM_LAYERS, 4, 2, 16)
@@ -253,6 +253,44 @@ def test_lora_add(backend: Backend, ranks: tuple[int, ...], popularity: str, kin
     assert popularity == "all base" or not torch.equal(results[0], y)
 
 
+@pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: "mixed" if kind is None else kind.name)
+def test_a_row_with_an_adapter_is_the_same_bit_for_bit_whoever_shares_it(kind: Format | None) -> None:
+    """One row alone, then 2 to 33 rows of one adapter, and rows of several."""
+    x = randn(33, 80, seed=7)
+    arena = make_arena(WIDE, num_chunks=200)
+    adapters = adapters_in(arena, [0, 1, 2], (16, 5, 40), kind)
+
+    def compute(slots: list[int], rows: Tensor) -> Tensor:
+        step = cpu(2).bind(arena, COS, SIN).step(batch_of([(0, 1)] * len(slots), adapters, slots))
+        y = torch.ones(len(slots), 256)
+        step.lora_add(y, rows.clone(), 1, Site.QKV)
+        step.finish()
+        return y
+
+    alone = {slot: torch.cat([compute([slot], row[None]) for row in x]) for slot in adapters}
+    for count in range(2, 34):
+        assert torch.equal(compute([0] * count, x[:count]), alone[0][:count])
+    for count in (3, 8, 20, 33):
+        slots = sorted(i * i % 4 - 1 for i in range(count))  # some on the base
+        expected = torch.stack([torch.ones(256) if s < 0 else alone[s][row] for row, s in enumerate(slots)])
+        assert torch.equal(compute(slots, x[:count]), expected)
+
+
+@pytest.mark.parametrize("kind", [Format.FLOAT32, Format.BFLOAT16, Format.FLOAT16], ids=lambda kind: kind.name)
+def test_what_is_broken_in_an_adapter_arrives(backend: Backend, kind: Format) -> None:
+    arena = make_arena(WIDE, num_chunks=200)
+    adapters = adapters_in(arena, [0], (16, 0, 0), kind)
+    record = adapters[0].records[0]
+    nan, size = {Format.FLOAT32: (0x7FC00000, 4), Format.BFLOAT16: (0x7FC0, 2), Format.FLOAT16: (0x7E00, 2)}[kind]
+    at = int(record[Field.B]) + 5 * size
+    arena.memory[at : at + size] = torch.from_numpy(np.frombuffer(nan.to_bytes(size, "little"), np.uint8).copy())
+    step = backend.bind(arena, COS, SIN).step(batch_of([(0, 1)] * 2, adapters, [0, 0]))
+    y = torch.zeros(2, 256)
+    step.lora_add(y, randn(2, 80), 1, Site.QKV)
+    step.finish()
+    assert y.isnan().nonzero().tolist() == [[0, 5], [1, 5]]
+
+
 @pytest.mark.parametrize("rows", range(1, 12))
 def test_a_row_is_the_same_bit_for_bit_however_many_it_is_computed_with(rows: int) -> None:
     """Linears in all their forms, LoRA and attention: a neighbour must not move a result by a rounding."""
@@ -273,23 +311,41 @@ def test_a_row_is_the_same_bit_for_bit_however_many_it_is_computed_with(rows: in
     assert torch.equal(results[0][:rows], results[1])
 
 
-def test_a_prompt_is_the_same_bit_for_bit_in_chunks_and_whole() -> None:
-    fused = randn(40, 8 * 16, seed=3)
+CHUNKINGS = {
+    "few": [7, 16, 1, 24, 252],
+    "by threes": [3] * 100,
+    "at the bounds of blocks": [16] * 18 + [12],
+    "past a piece": [255, 1, 1, 43],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (4, 4), (7, 1)])
+@pytest.mark.parametrize("chunking", CHUNKINGS)
+def test_a_prompt_is_the_same_bit_for_bit_in_chunks_and_whole(
+    chunking: str, heads: int, kv_heads: int, dtype: torch.dtype
+) -> None:
+    length, dim = 300, 16
+    fused = randn(length, (heads + 2 * kv_heads) * dim, seed=3)
+    assert sum(CHUNKINGS[chunking]) == length
     results = []
-    for chunks in ([(0, 40)], [(0, 7), (7, 16), (23, 1), (24, 16)]):
-        arena = make_arena(SMALL)
+    for counts in ([length], CHUNKINGS[chunking]):
+        arena = make_arena(AttentionShape(NUM_LAYERS, heads, kv_heads, dim), dtype)
         kernels = cpu(2).bind(arena, COS[:, :8], SIN[:, :8])
         parts = []
-        for position, count in chunks:
-            batch = batch_of([(0, 40)], {}, [-1])
-            whole = batch.requests[0].block_ids
+        position = 0
+        (whole,) = batch_of([(0, length)], {}, [-1]).requests
+        for count in counts:
             request = batch_of([(position, count)], {}, [-1])
             (rows,) = request.requests
-            slots = np.array([whole[p // 16] * 16 + p % 16 for p in range(position, position + count)])
-            moved = type(rows)(rows.start, rows.count, rows.position, whole[: (position + count + 15) // 16], None)
-            step = kernels.step(type(request)(request.token_ids, request.positions, slots, (moved,)))
+            blocks = np.array(whole.block_ids)[: (position + count + 15) // 16]
+            at = np.arange(position, position + count)
+            moved = type(rows)(rows.start, rows.count, rows.position, tuple(blocks.tolist()), None)
+            batch = type(request)(request.token_ids, request.positions, blocks[at // 16] * 16 + at % 16, (moved,))
+            step = kernels.step(batch)
             part = step.attention(fused[position : position + count].clone(), 0, None, 1e-5)
             step.finish()
             parts.append(part.clone())  # the next step has its room
+            position += count
         results.append(torch.cat(parts))
     assert torch.equal(*results)

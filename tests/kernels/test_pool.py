@@ -18,7 +18,7 @@ from worker.kernels.linear import Linear
 SHAPE = AttentionShape(2, 4, 2, 16)
 COS, SIN = randn(300, 8, seed=2).cos(), randn(300, 8, seed=2).sin()
 NO_MEMORY_HOLDS = 2**46
-"""A position whose scores no address space has room for."""
+"""Rows whose scores no address space has room for."""
 
 
 @pytest.fixture(scope="module", params=[1, 3], ids=["alone", "with followers"])
@@ -36,8 +36,8 @@ def linear_of(pool: Pool, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor
 
 def test_tasks_without_memory_end_the_program_and_nothing_else(pool: Pool) -> None:
     qkv, out = np.zeros((64, 8 * 16), np.float32), np.zeros((64, 4 * 16), np.float32)
-    positions, cache = np.full(64, NO_MEMORY_HOLDS), np.zeros(16, np.float32)
-    tables, items = np.zeros((1, 1), np.int64), np.array([(0, row, 1) for row in range(64)])
+    positions, cache = np.zeros(64, np.int64), np.zeros(16, np.float32)
+    tables, items = np.zeros((1, 1), np.int64), np.array([(0, row, NO_MEMORY_HOLDS) for row in range(64)])
     untouched = np.ones((4, 8), np.float32)
     attention: tuple[int, ...] = (
         qkv.ctypes.data,

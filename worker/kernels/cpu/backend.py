@@ -17,6 +17,7 @@ from torch import Tensor
 
 from worker.kernels.cpu.attention import ROWS_AT_ONCE
 from worker.kernels.cpu.linear import pack_linear, packed_kind, panels_per_task
+from worker.kernels.cpu.lora import LORA_ROWS_AT_ONCE
 from worker.kernels.cpu.panels import LANES
 from worker.kernels.cpu.pool import Pool
 from worker.kernels.cpu.program import Op
@@ -75,18 +76,17 @@ class CpuStep:
         self._slots = self._keep(batch.slots)
         tables, items = _tables(batch.requests), _items(batch.requests)
         self._seen = (self._keep(tables), *tables.shape, self._keep(items), len(items))
-        rows, groups, adapters = _adapter_rows(batch.requests)
-        self._num_lora_rows = len(rows)
+        lora_items, adapters = _adapter_items(batch.requests)
         if adapters:
             before = np.cumsum([0, *[len(adapter.records) for adapter in adapters[:-1]]])
             records = np.concatenate([adapter.records for adapter in adapters])
             starts = np.stack([adapter.starts for adapter in adapters]) + before[:, None]
-            memory = kernels.arena.memory
             self._lora = (
-                *(memory.data_ptr(), memory.numel(), self._keep(records), len(records)),
+                *(kernels.arena.memory.data_ptr(), self._keep(records), len(records)),
                 *(self._keep(starts), len(starts), starts.shape[1] - 1),
             )
-            self._lora_rows = (self._keep(rows), self._keep(groups), len(rows))
+            self._lora_items = (self._keep(lora_items), len(lora_items))
+        self._num_lora_items = len(lora_items)
         self._recorder = Recorder(kernels.tapes, (len(batch.positions), bool(adapters)))
 
     def embed(self, embedding: Linear, token_ids: NDArray[np.int64]) -> Tensor:
@@ -161,11 +161,11 @@ class CpuStep:
 
     def lora_add(self, y: Tensor, x: Tensor, layer: int, site: Site) -> None:
         """See StepKernels."""
-        if self._num_lora_rows:
+        if self._num_lora_items:
             place = layer * len(Site) + site
             known = self._recorder.change((Op.LORA_ADD, place), x, y)
-            sides = (x.data_ptr(), *x.shape, y.data_ptr(), y.shape[1])
-            self._write(known, 1, Op.LORA_ADD, self._num_lora_rows, *sides, *self._lora, place, *self._lora_rows)
+            sides = (x.data_ptr(), x.shape[1], y.data_ptr(), y.shape[1])
+            self._write(known, 1, Op.LORA_ADD, self._num_lora_items, *sides, *self._lora, place, *self._lora_items)
 
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """See StepKernels."""
@@ -227,18 +227,22 @@ def _items(requests: Sequence[Rows]) -> NDArray[np.int64]:
     return np.array(items, dtype=np.int64)
 
 
-def _adapter_rows(
-    requests: Sequence[Rows],
-) -> tuple[NDArray[np.int64], NDArray[np.int64], list[PlacedAdapter]]:
-    """Return the rows that have an adapter, which one, and the distinct adapters."""
+def _adapter_items(requests: Sequence[Rows]) -> tuple[NDArray[np.int64], list[PlacedAdapter]]:
+    """Cut the rows that have an adapter into pieces for `lora_add`: (adapter, first row, rows); and the adapters."""
     adapters: list[PlacedAdapter] = []
-    rows: list[int] = []
-    groups: list[int] = []
+    ends: list[list[int]] = []  # of each adapter's rows, which are neighbours
     for request in requests:
         if request.adapter is None:
             continue
-        if not adapters or adapters[-1] is not request.adapter:
+        end = request.start + request.count
+        if adapters and adapters[-1] is request.adapter:
+            ends[-1][1] = end
+        else:
             adapters.append(request.adapter)
-        rows += range(request.start, request.start + request.count)
-        groups += [len(adapters) - 1] * request.count
-    return np.array(rows, dtype=np.int64), np.array(groups, dtype=np.int64), adapters
+            ends.append([request.start, end])
+    items = [
+        (index, first, min(LORA_ROWS_AT_ONCE, end - first))
+        for index, (start, end) in enumerate(ends)
+        for first in range(start, end, LORA_ROWS_AT_ONCE)
+    ]
+    return np.array(items, dtype=np.int64), adapters

@@ -1,156 +1,137 @@
 """The adapters' part of a linear layer, every row with its own adapter's factors in their own format.
 
-Factors are tiles in the arena (`worker.kernels.tiles`). A row is computed alone, in one order, so its result does not
-depend on the batch.
+Factors are tiles in the arena (`worker.kernels.tiles`). Rows of one adapter share a pass over them, and each is
+computed as it would be alone.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
-from numba import njit
+from numba import carray, njit
 
-from worker.kernels.cpu.numbers import COMPILED, widen
+from worker.kernels.cpu.atomics import address
+from worker.kernels.cpu.numbers import widen
+from worker.kernels.cpu.products import BFLOAT16, FLOAT32, INT8, add_scaled, dots
+from worker.kernels.cpu.vectors import EXACT, stack_floats
 from worker.kernels.tiles import INT4_GROUP, TILE_RANKS, Field, Format
+
+LORA_ROWS_AT_ONCE: Final = 8
+"""Rows of one adapter that a task computes: with fewer its factors are widened for fewer, with more there are too few
+tasks."""
 
 # Compiled code knows plain numbers only.
 _FORMAT, _RANKS, _INNER, _OUTER, _OUT, _A, _B, _SCALE, _B_SCALE = (int(field) for field in Field)
-_FLOAT32, _BFLOAT16, _FLOAT16, _INT8, _INT4, _ = (int(kind) for kind in Format)
+_FLOAT16, _INT4, _INT4_WIDE = int(Format.FLOAT16), int(Format.INT4), int(Format.INT4_WIDE)
+_H_ROWS: Final = 4
+_H_FLOATS: Final = _H_ROWS * TILE_RANKS
+_H_BYTES: Final = 4 * TILE_RANKS
+_UNPACKED_RANKS: Final = 4
+"""Rank rows that are unpacked at a time where loads do not widen: few enough to stay in the first cache."""
 
 
-@njit(**COMPILED)
-def _shrink(x: Any, a: Any, h: Any) -> None:
-    """h[j] = Σ_k a[j, k] · x[k]."""
-    ranks, inner = a.shape
-    j = 0
-    while j + 4 <= ranks:
-        a0, a1, a2, a3 = a[j], a[j + 1], a[j + 2], a[j + 3]
-        s0 = s1 = s2 = s3 = np.float32(0)
-        for k in range(inner):
-            u = x[k]
-            s0 += u * widen(a0[k])
-            s1 += u * widen(a1[k])
-            s2 += u * widen(a2[k])
-            s3 += u * widen(a3[k])
-        h[j], h[j + 1], h[j + 2], h[j + 3] = s0, s1, s2, s3
-        j += 4
-    while j < ranks:
-        row = a[j]
-        s = np.float32(0)
-        for k in range(inner):
-            s += x[k] * widen(row[k])
-        h[j] = s
-        j += 1
+@njit(**EXACT)
+def _unpack16(stored: int, count: int, out: Any) -> None:
+    halves = carray(address(stored), (count,), np.int16)
+    for i in range(count):
+        value = widen(halves[i])
+        bits = np.uint32(np.uint16(halves[i]))
+        if bits & np.uint32(0x7C00) == np.uint32(0x7C00):  # infinite or NaN: stays so
+            value = np.uint32((bits << np.uint32(13)) | np.uint32(0x7F800000)).view(np.float32)
+        out[i] = value
 
 
-@njit(**COMPILED)
-def _expand(h: Any, b: Any, y: Any) -> None:
-    """y[n] += Σ_j h[j] · b[j, n]."""
-    ranks, outer = b.shape
-    j = 0
-    while j + 4 <= ranks:
-        h0, h1, h2, h3 = h[j], h[j + 1], h[j + 2], h[j + 3]
-        b0, b1, b2, b3 = b[j], b[j + 1], b[j + 2], b[j + 3]
-        for n in range(outer):
-            y[n] += h0 * widen(b0[n]) + h1 * widen(b1[n]) + h2 * widen(b2[n]) + h3 * widen(b3[n])
-        j += 4
-    while j < ranks:
-        factor, row = h[j], b[j]
-        for n in range(outer):
-            y[n] += factor * widen(row[n])
-        j += 1
-
-
-@njit(**COMPILED)
-def _shrink4(x: Any, a: Any, scales: Any, h: Any) -> None:
-    """h[j] = Σ_k a[j, k] · x[k], a in nibbles with a scale per group of a row."""
-    for j in range(len(a)):
-        total = np.float32(0)
-        for g in range(scales.shape[1]):
-            first = g * INT4_GROUP
-            half = min(INT4_GROUP, len(x) - first) // 2
-            packed = a[j, first // 2 : first // 2 + half]
-            low, high = x[first : first + half], x[first + half : first + 2 * half]
-            s = np.float32(0)
-            for k in range(half):
-                s += low[k] * np.float32(np.int32(packed[k] & np.uint8(15)) - np.int32(8))
-                s += high[k] * np.float32(np.int32(packed[k] >> np.uint8(4)) - np.int32(8))
-            total += s * widen(scales[j, g])
-        h[j] = total
-
-
-@njit(**COMPILED)
-def _expand4(h: Any, b: Any, scales: Any, y: Any) -> None:
-    """y[n] += Σ_j h[j] · b[j, n], b in nibbles with a scale per group of a row."""
-    for j in range(len(b)):
-        for g in range(scales.shape[1]):
-            first = g * INT4_GROUP
-            half = min(INT4_GROUP, len(y) - first) // 2
-            packed = b[j, first // 2 : first // 2 + half]
-            low, high = y[first : first + half], y[first + half : first + 2 * half]
-            factor = h[j] * widen(scales[j, g])
-            for n in range(half):
-                low[n] += factor * np.float32(np.int32(packed[n] & np.uint8(15)) - np.int32(8))
-                high[n] += factor * np.float32(np.int32(packed[n] >> np.uint8(4)) - np.int32(8))
-
-
-@njit(**COMPILED)
-def _tile4(x: Any, arena: Any, record: Any, h: Any, out: Any) -> None:
-    ranks, inner, outer = record[_RANKS], record[_INNER], record[_OUTER]
-    a = arena[record[_A] : record[_A] + ranks * inner // 2].reshape((ranks, inner // 2))
-    b = arena[record[_B] : record[_B] + ranks * outer // 2].reshape((ranks, outer // 2))
-    inner_groups, outer_groups = (inner + INT4_GROUP - 1) // INT4_GROUP, (outer + INT4_GROUP - 1) // INT4_GROUP
-    scale, b_scale = record[_SCALE], record[_B_SCALE]
-    a_scales, b_scales = ranks * inner_groups, ranks * outer_groups
-    if record[_FORMAT] == _INT4:
-        _shrink4(x, a, arena[scale : scale + 2 * a_scales].view(np.int16).reshape((ranks, inner_groups)), h)
-        _expand4(h, b, arena[b_scale : b_scale + 2 * b_scales].view(np.int16).reshape((ranks, outer_groups)), out)
-    else:
-        _shrink4(x, a, arena[scale : scale + 4 * a_scales].view(np.float32).reshape((ranks, inner_groups)), h)
-        _expand4(h, b, arena[b_scale : b_scale + 4 * b_scales].view(np.float32).reshape((ranks, outer_groups)), out)
-
-
-@njit(**COMPILED)
-def _tile(x: Any, arena: Any, record: Any, h: Any, y: Any) -> None:
-    kind, ranks, inner, outer = record[_FORMAT], record[_RANKS], record[_INNER], record[_OUTER]
-    a, b, scale = record[_A], record[_B], record[_SCALE]
-    out = y[record[_OUT] : record[_OUT] + outer]
-    if kind == _FLOAT32:
-        _shrink(x, arena[a : a + 4 * ranks * inner].view(np.float32).reshape((ranks, inner)), h)
-    elif kind == _BFLOAT16:
-        _shrink(x, arena[a : a + 2 * ranks * inner].view(np.uint16).reshape((ranks, inner)), h)
-    elif kind == _FLOAT16:
-        _shrink(x, arena[a : a + 2 * ranks * inner].view(np.int16).reshape((ranks, inner)), h)
-    elif kind == _INT8:
-        _shrink(x, arena[a : a + ranks * inner].view(np.int8).reshape((ranks, inner)), h)
-    else:
-        _tile4(x, arena, record, h, out)
-        return
-    factors = arena[scale : scale + 4 * ranks].view(np.float32)
+@njit(**EXACT)
+def _unpack4(stored: int, scales: Any, first_scale: int, width: int, ranks: int, out: Any) -> None:
+    groups = (width + INT4_GROUP - 1) // INT4_GROUP
+    packed = carray(address(stored), (ranks * (width // 2),), np.uint8)
     for j in range(ranks):
-        h[j] *= factors[j]
-    if kind == _FLOAT32:
-        _expand(h, arena[b : b + 4 * ranks * outer].view(np.float32).reshape((ranks, outer)), out)
-    elif kind == _BFLOAT16:
-        _expand(h, arena[b : b + 2 * ranks * outer].view(np.uint16).reshape((ranks, outer)), out)
-    elif kind == _FLOAT16:
-        _expand(h, arena[b : b + 2 * ranks * outer].view(np.int16).reshape((ranks, outer)), out)
+        for g in range(groups):
+            first = j * width + g * INT4_GROUP
+            half = min(INT4_GROUP, width - g * INT4_GROUP) // 2
+            scale = widen(scales[first_scale + j * groups + g])
+            for k in range(half):
+                byte = packed[first // 2 + k]
+                out[first + k] = scale * np.float32(np.int32(byte & np.uint8(15)) - np.int32(8))
+                out[first + half + k] = scale * np.float32(np.int32(byte >> np.uint8(4)) - np.int32(8))
+
+
+@njit(**EXACT)
+def _unpack(kind: int, stored: int, scale: int, width: int, first: int, ranks: int, out: Any) -> None:
+    """Write `ranks` rank rows from `first` on of a factor with rows of `width` values as float32, scales folded in."""
+    if kind == _FLOAT16:
+        _unpack16(stored + 2 * first * width, ranks * width, out)
+        return
+    groups = (width + INT4_GROUP - 1) // INT4_GROUP
+    count, at = (first + ranks) * groups, stored + first * width // 2
+    if kind == _INT4:
+        _unpack4(at, carray(address(scale), (count,), np.int16), first * groups, width, ranks, out)
     else:
-        _expand(h, arena[b : b + ranks * outer].view(np.int8).reshape((ranks, outer)), out)
+        _unpack4(at, carray(address(scale), (count,), np.float32), first * groups, width, ranks, out)
 
 
-@njit(**COMPILED)
+@njit(**EXACT)
+def _tile(record: Any, arena: int, x: int, x_stride: int, rows: int, y: int, y_stride: int, ahead: int) -> None:
+    """Add a tile's part to at most _H_ROWS rows, and let what lies at `ahead` be fetched meanwhile."""
+    kind, ranks, inner, outer = record[_FORMAT], record[_RANKS], record[_INNER], record[_OUTER]
+    a, b, scale, b_scale = arena + record[_A], arena + record[_B], arena + record[_SCALE], arena + record[_B_SCALE]
+    out = y + 4 * record[_OUT]
+    h = stack_floats(_H_FLOATS)
+    if kind in (FLOAT32, BFLOAT16, INT8):
+        size = 1
+        if kind == FLOAT32:
+            size = 4
+        elif kind == BFLOAT16:
+            size = 2
+        dots(kind, x, x_stride, rows, a, size * inner, ranks, inner, h, _H_BYTES, b)
+        _multiply(h, rows, scale, ranks)
+        add_scaled(kind, h, _H_BYTES, rows, ranks, b, size * outer, out, y_stride, outer, ahead)
+        return
+    unpacked = np.empty(_UNPACKED_RANKS * max(inner, outer), np.float32)
+    at = unpacked.ctypes.data
+    for j in range(0, ranks, _UNPACKED_RANKS):
+        count = min(_UNPACKED_RANKS, ranks - j)
+        _unpack(kind, a, scale, inner, j, count, unpacked)
+        dots(FLOAT32, x, x_stride, rows, at, 4 * inner, count, inner, h, _H_BYTES, at)
+        if kind == _FLOAT16:
+            _multiply(h, rows, scale + 4 * j, count)
+        _unpack(kind, b, b_scale, outer, j, count, unpacked)
+        add_scaled(FLOAT32, h, _H_BYTES, rows, count, at, 4 * outer, out, y_stride, outer, at)
+
+
+@njit(**EXACT)
+def _multiply(h: int, rows: int, scale: int, ranks: int) -> None:
+    factors = carray(address(scale), (ranks,), np.float32)
+    for r in range(rows):
+        row = carray(address(h + r * _H_BYTES), (ranks,), np.float32)
+        for j in range(ranks):
+            row[j] *= factors[j]
+
+
+@njit(**EXACT)
 def lora_add(
-    x: Any, arena: Any, records: Any, starts: Any, place: int, rows: Any, groups: Any, y: Any, task: int
+    x: int,
+    x_stride: int,
+    arena: int,
+    records: Any,
+    starts: Any,
+    place: int,
+    items: Any,
+    y: int,
+    y_stride: int,
+    task: int,
 ) -> None:
-    """Add scale · B (A x) of a row's adapter at one site of one layer to y, in place.
+    """Add scale · B (A x) of an item's adapter at one site of one layer to its rows of y, in place.
 
-    x [T, K], y [T, N] float32; arena flat uint8; records [n, 9] int64 (`Field`); starts [G, layers · 4 + 1] int64,
-    the first record of each place (layer · 4 + site) of the adapters in the batch; rows [R] int64, the rows that have
-    an adapter, and groups [R] int64 which one of G; task < R.
+    x [T, K], y [T, N] addresses of float32, strides in bytes; arena its address; records [n, 9] int64 (`Field`); starts
+    [G, layers · 4 + 1] int64, the first record of each place (layer · 4 + site) of the adapters in the batch; items
+    [I, 3] int64: which one of G, first row, rows (≤ LORA_ROWS_AT_ONCE); task < I.
     """
-    row, group = rows[task], groups[task]
-    h = np.empty(TILE_RANKS, np.float32)
-    for record in range(starts[group, place], starts[group, place + 1]):
-        _tile(x[row], arena, records[record], h, y[row])
+    group, first, rows = items[task, 0], items[task, 1], items[task, 2]
+    last = starts[group, starts.shape[1] - 1] - 1
+    for index in range(starts[group, place], starts[group, place + 1]):
+        ahead = arena + records[min(index + 1, last), _A]  # the next site's when this one's have been computed
+        for row in range(first, first + rows, _H_ROWS):
+            count = min(_H_ROWS, first + rows - row)
+            _tile(records[index], arena, x + row * x_stride, x_stride, count, y + row * y_stride, y_stride, ahead)

@@ -18,12 +18,13 @@ import numpy as np
 from numba import carray, njit
 
 from worker.kernels.cpu.atomics import address, atomic_add, atomic_load, atomic_store, compare_and_set, yield_core
-from worker.kernels.cpu.attention import attend, rotate_and_store
+from worker.kernels.cpu.attention import attend
 from worker.kernels.cpu.elementwise import add, largest, rms_norm, silu_mul
 from worker.kernels.cpu.linear import embed, linear
 from worker.kernels.cpu.lora import lora_add
 from worker.kernels.cpu.numbers import COMPILED
-from worker.kernels.tiles import Field
+from worker.kernels.cpu.rotary import rotate_and_store
+from worker.kernels.tiles import Field, Format
 
 
 class Op(IntEnum):
@@ -55,6 +56,7 @@ MAX_TASKS: Final = (1 << _TASK_BITS) - 1
 _SEQUENCE_MASK: Final = (1 << 22) - 1
 
 _RECORD: Final = len(Field)
+_FLOAT32, _BFLOAT16 = int(Format.FLOAT32), int(Format.BFLOAT16)
 _LINEAR, _RMS_NORM, _ADD_RMS_NORM, _ADD, _ROTATE_AND_STORE = (int(op) for op in list(Op)[:5])
 _ATTEND, _SILU_MUL, _LORA_ADD, _EMBED, _LARGEST = (int(op) for op in list(Op)[5:])
 
@@ -87,22 +89,9 @@ def run_task(p: Any, task: int) -> None:
     elif op == _SILU_MUL:  # gate_up, rows, inner, out
         silu_mul(_floats(p[2], p[3], 2 * p[4]), _floats(p[5], p[3], p[4]), task)
     elif op == _LORA_ADD:
-        # x, rows, inner, y, outputs, arena, its bytes, records, their number, starts, groups, places, place, lora rows,
-        # their groups, their number
-        arena = carray(address(p[7]), (p[8],), np.uint8)
-        starts = _ints(p[11], p[12], p[13] + 1)
-        rows, groups = carray(address(p[15]), (p[17],), np.int64), carray(address(p[16]), (p[17],), np.int64)
-        lora_add(
-            _floats(p[2], p[3], p[4]),
-            arena,
-            _ints(p[9], p[10], _RECORD),
-            starts,
-            p[14],
-            rows,
-            groups,
-            _floats(p[5], p[3], p[6]),
-            task,
-        )
+        # x, inner, y, outputs, arena, records, their number, starts, adapters, places, place, items, their number
+        records, starts, items = _ints(p[7], p[8], _RECORD), _ints(p[9], p[10], p[11] + 1), _ints(p[13], p[14], 3)
+        lora_add(p[2], 4 * p[3], p[6], records, starts, p[12], items, p[4], 4 * p[5], task)
     elif op == _EMBED:  # kind, weight, inner, scales, ids, rows, out
         embed(p[2], p[3], p[4], p[5], carray(address(p[6]), (p[7],), np.int64), _floats(p[8], p[7], p[4]), task)
     elif op == _LARGEST:  # x, rows, columns, values, places
@@ -129,11 +118,8 @@ def _attention_task(p: Any, task: int) -> None:
             rotate_and_store(qkv, norm, _float(p, 15), cos, sin, positions, kv, slots, shape, p[8], task)
     else:  # tables, requests, blocks, items, their number, out
         tables, items = _ints(p[13], p[14], p[15]), _ints(p[16], p[17], 3)
-        out = _floats(p[18], p[3], p[4] * p[6])
-        if p[12]:
-            attend(qkv, positions, carray(address(p[10]), (p[11],), np.uint16), tables, items, shape, p[8], out, task)
-        else:
-            attend(qkv, positions, carray(address(p[10]), (p[11],), np.float32), tables, items, shape, p[8], out, task)
+        kind = _BFLOAT16 if p[12] else _FLOAT32
+        attend(p[2], qkv.strides[0], positions, kind, p[10], tables, items, shape, p[8], p[18], task)
 
 
 @njit(**COMPILED)

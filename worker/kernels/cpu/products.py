@@ -1,0 +1,299 @@
+"""Products of few rows with few vectors stored in any format: what adapters and attention consist of.
+
+`dots` sums along the stored vectors, `add_scaled` adds multiples of them to rows. Both compute several rows at a time,
+so that a stored number is read and widened once for all of them. Each result is one chain of sums in one order, in
+whichever form it is computed: a row's results do not depend on the rows beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from worker.kernels.cpu import vectors as v
+from worker.kernels.cpu.vectors import EXACT, INDEX, LANES, WIDENED
+from worker.kernels.tiles import Format
+
+FLOAT32: Final = int(Format.FLOAT32)
+BFLOAT16: Final = int(Format.BFLOAT16)
+INT8: Final = int(Format.INT8)
+
+DOTS_AT_ONCE: Final = 8
+"""Stored vectors that `dots` may take at a time: it writes that many results a row, or a multiple."""
+
+# By how many stored vectors, or vectors of eight columns, a form of so many rows is computed. Products take four cycles
+# and two start in each, so eight sums keep a core busy; what does not fit sixteen registers is slow.
+_WIDE_DOTS: Final = {1: 8, 2: 4, 3: 4, 4: 2}
+_WIDE_ADD: Final = {1: 8, 2: 4, 3: 2, 4: 2}
+
+
+def _each_kind(builder: Any, kind: Any, emit: Callable[[Format], None]) -> None:
+    """Emit code for each format that is widened in loading, and choose by `kind`."""
+    end = builder.append_basic_block("kinds.end")
+    switch = builder.switch(kind, end)
+    for value in WIDENED:
+        block = builder.append_basic_block(f"kind.{value.name}")
+        switch.add_case(ir.Constant(INDEX, int(value)), block)
+        with builder.goto_block(block):
+            emit(value)
+            builder.branch(end)
+    builder.position_at_end(end)
+
+
+def _make_dots(rows: int) -> Any:
+    """Return the form of `dots` for `rows` rows and _WIDE_DOTS[rows] stored vectors, of which `left` are there."""
+    wide = _WIDE_DOTS[rows]
+
+    def emit(builder: Any, kind: Format, arguments: tuple[Any, ...]) -> None:
+        x, x_stride, w, w_stride, left, inner, out, out_stride, ahead = arguments
+        x, w, out, ahead = (v.pointer(builder, address) for address in (x, w, out, ahead))
+        size = WIDENED[kind][1]
+        xs = [builder.gep(x, [builder.mul(x_stride, ir.Constant(INDEX, r))]) for r in range(rows)]
+        ws = []
+        for j in range(wide):  # past the last one: that one again
+            index = ir.Constant(INDEX, j)
+            last = builder.sub(left, ir.Constant(INDEX, 1))
+            index = builder.select(builder.icmp_signed("<", index, last), index, last)
+            ws.append(builder.gep(w, [builder.mul(w_stride, index)]))
+        totals = [[v.variable(builder, v.constant(0.0)) for _ in range(wide)] for _ in range(rows)]
+
+        def accumulate(k: Any, load: Callable[..., Any]) -> None:
+            us = [load(builder, row, builder.mul(k, ir.Constant(INDEX, 4))) for row in xs]
+            for j in range(wide):
+                value = load(builder, ws[j], builder.mul(k, ir.Constant(INDEX, size)), kind)
+                for r in range(rows):
+                    builder.store(v.fma(builder, us[r], value, builder.load(totals[r][j])), totals[r][j])
+
+        whole = builder.and_(inner, ir.Constant(INDEX, -LANES))
+        with v.loop(builder, whole, step=LANES) as (k, _):
+            v.prefetch(builder, ahead, builder.mul(k, ir.Constant(INDEX, wide * size)), wide * LANES * size)
+            accumulate(k, v.load)
+        with v.loop(builder, inner, first=whole) as (k, _):
+            accumulate(k, v.load_one)
+        flat = [(r, j, builder.load(totals[r][j])) for r in range(rows) for j in range(wide)]
+        for first in range(0, len(flat), 4):
+            four = flat[first : first + 4]
+            summed = v.sums(builder, [total for _, _, total in four])
+            width = min(4, wide)
+            for lane in range(0, 4, width):
+                r, j, _ = four[lane]
+                offset = builder.add(builder.mul(out_stride, ir.Constant(INDEX, r)), ir.Constant(INDEX, 4 * j))
+                v.store(builder, v.part(builder, summed, lane, width), out, offset)
+
+    @intrinsic
+    def form(
+        typingctx: Any,  # noqa: ARG001 - the types are the signature
+        kind: Any,  # noqa: ARG001
+        x: Any,  # noqa: ARG001
+        x_stride: Any,  # noqa: ARG001
+        w: Any,  # noqa: ARG001
+        w_stride: Any,  # noqa: ARG001
+        left: Any,  # noqa: ARG001
+        inner: Any,  # noqa: ARG001
+        out: Any,  # noqa: ARG001
+        out_stride: Any,  # noqa: ARG001
+        ahead: Any,  # noqa: ARG001
+    ) -> Any:
+        def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            _each_kind(builder, arguments[0], lambda value: emit(builder, value, tuple(arguments[1:])))
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 10), generate
+
+    return form
+
+
+def _make_add_scaled(rows: int, wide: int, *, lanes: int = LANES) -> Any:
+    """Return the form of `add_scaled` for `rows` rows and wide · lanes columns at a time; lanes is 8 or 1."""
+
+    def emit(builder: Any, kind: Format, arguments: tuple[Any, ...]) -> None:
+        h, h_stride, count, w, w_stride, y, y_stride, first, end, ahead = arguments
+        h, w, y, ahead = (v.pointer(builder, address) for address in (h, w, y, ahead))
+        size = WIDENED[kind][1]
+        load = v.load if lanes == LANES else v.load_one
+        hs = [builder.gep(h, [builder.mul(h_stride, ir.Constant(INDEX, r))]) for r in range(rows)]
+        ys = [builder.gep(y, [builder.mul(y_stride, ir.Constant(INDEX, r))]) for r in range(rows)]
+        with v.loop(builder, end, first=first, step=wide * lanes) as (n, _):
+            columns = [builder.add(n, ir.Constant(INDEX, c * lanes)) for c in range(wide)]
+            offsets = [builder.mul(column, ir.Constant(INDEX, 4)) for column in columns]
+            totals = [[v.variable(builder, load(builder, row, offset)) for offset in offsets] for row in ys]
+            ahead_of = builder.gep(ahead, [builder.mul(builder.mul(n, count), ir.Constant(INDEX, size))])
+            with v.loop(builder, count) as (j, _):
+                v.prefetch(
+                    builder, ahead_of, builder.mul(j, ir.Constant(INDEX, wide * lanes * size)), wide * lanes * size
+                )
+                stored = builder.gep(w, [builder.mul(j, w_stride)])
+                at = builder.mul(j, ir.Constant(INDEX, 4))
+                factors = [v.splat(builder, builder.load(v.at(builder, row, at, v.FLOAT), align=4)) for row in hs]
+                for c, column in enumerate(columns):
+                    value = load(builder, stored, builder.mul(column, ir.Constant(INDEX, size)), kind)
+                    for r in range(rows):
+                        total = totals[r][c]
+                        builder.store(v.fma(builder, factors[r], value, builder.load(total)), total)
+            for row, of_row in zip(ys, totals, strict=True):
+                for offset, total in zip(offsets, of_row, strict=True):
+                    value = builder.load(total)
+                    if lanes == LANES:
+                        v.store(builder, value, row, offset)
+                    else:
+                        one = builder.extract_element(value, ir.Constant(ir.IntType(32), 0))
+                        v.store(builder, one, row, offset)
+
+    @intrinsic
+    def form(
+        typingctx: Any,  # noqa: ARG001 - the types are the signature
+        kind: Any,  # noqa: ARG001
+        h: Any,  # noqa: ARG001
+        h_stride: Any,  # noqa: ARG001
+        count: Any,  # noqa: ARG001
+        w: Any,  # noqa: ARG001
+        w_stride: Any,  # noqa: ARG001
+        y: Any,  # noqa: ARG001
+        y_stride: Any,  # noqa: ARG001
+        first: Any,  # noqa: ARG001
+        end: Any,  # noqa: ARG001
+        ahead: Any,  # noqa: ARG001
+    ) -> Any:
+        def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            _each_kind(builder, arguments[0], lambda value: emit(builder, value, tuple(arguments[1:])))
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 11), generate
+
+    return form
+
+
+_dots1, _dots2, _dots3, _dots4 = (_make_dots(rows) for rows in (1, 2, 3, 4))
+_DOTS1, _DOTS2, _DOTS3, _DOTS4 = (_WIDE_DOTS[rows] for rows in (1, 2, 3, 4))
+_add1, _add2, _add3, _add4 = (_make_add_scaled(rows, _WIDE_ADD[rows]) for rows in (1, 2, 3, 4))
+_add_vector, _add_one = _make_add_scaled(1, 1), _make_add_scaled(1, 1, lanes=1)
+_ADD1, _ADD2, _ADD3, _ADD4 = (_WIDE_ADD[rows] * LANES for rows in (1, 2, 3, 4))
+
+
+@njit(**EXACT)
+def dots(
+    kind: int,
+    x: int,
+    x_stride: int,
+    rows: int,
+    w: int,
+    w_stride: int,
+    count: int,
+    inner: int,
+    out: int,
+    out_stride: int,
+    ahead: int,
+) -> None:
+    """out[r, j] = Σ_k x[r, k] · w[j, k] for `rows` rows of x and `count` of w.
+
+    x, w, out addresses, strides in bytes; x, out float32, w of `kind`. Writes DOTS_AT_ONCE results a row, or the next
+    multiple of it; those past `count` are of no use.
+    """
+    r = 0
+    while r + 4 <= rows:
+        for j in range(0, count, _DOTS4):
+            at = w + j * w_stride
+            _dots4(
+                kind,
+                x + r * x_stride,
+                x_stride,
+                at,
+                w_stride,
+                count - j,
+                inner,
+                out + r * out_stride + 4 * j,
+                out_stride,
+                ahead + j * w_stride,
+            )
+        r += 4
+    if rows - r == 3:
+        for j in range(0, count, _DOTS3):
+            at = w + j * w_stride
+            _dots3(
+                kind,
+                x + r * x_stride,
+                x_stride,
+                at,
+                w_stride,
+                count - j,
+                inner,
+                out + r * out_stride + 4 * j,
+                out_stride,
+                ahead + j * w_stride,
+            )
+    elif rows - r == 2:
+        for j in range(0, count, _DOTS2):
+            at = w + j * w_stride
+            _dots2(
+                kind,
+                x + r * x_stride,
+                x_stride,
+                at,
+                w_stride,
+                count - j,
+                inner,
+                out + r * out_stride + 4 * j,
+                out_stride,
+                ahead + j * w_stride,
+            )
+    elif rows - r == 1:
+        for j in range(0, count, _DOTS1):
+            at = w + j * w_stride
+            _dots1(
+                kind,
+                x + r * x_stride,
+                x_stride,
+                at,
+                w_stride,
+                count - j,
+                inner,
+                out + r * out_stride + 4 * j,
+                out_stride,
+                ahead + j * w_stride,
+            )
+
+
+@njit(**EXACT)
+def add_scaled(
+    kind: int,
+    h: int,
+    h_stride: int,
+    rows: int,
+    count: int,
+    w: int,
+    w_stride: int,
+    y: int,
+    y_stride: int,
+    columns: int,
+    ahead: int,
+) -> None:
+    """y[r, n] += Σ_j h[r, j] · w[j, n] for `rows` rows of h and y, and `count` of w, in place.
+
+    h, w, y addresses, strides in bytes; h, y float32, w of `kind`.
+    """
+    r = 0
+    while r < rows:
+        at, to = h + r * h_stride, y + r * y_stride
+        left = rows - r
+        if left >= 4:
+            taken, n = 4, columns // _ADD4 * _ADD4
+            _add4(kind, at, h_stride, count, w, w_stride, to, y_stride, 0, n, ahead)
+        elif left == 3:
+            taken, n = 3, columns // _ADD3 * _ADD3
+            _add3(kind, at, h_stride, count, w, w_stride, to, y_stride, 0, n, ahead)
+        elif left == 2:
+            taken, n = 2, columns // _ADD2 * _ADD2
+            _add2(kind, at, h_stride, count, w, w_stride, to, y_stride, 0, n, ahead)
+        else:
+            taken, n = 1, columns // _ADD1 * _ADD1
+            _add1(kind, at, h_stride, count, w, w_stride, to, y_stride, 0, n, ahead)
+        if n < columns:
+            whole = columns // LANES * LANES
+            for i in range(taken):
+                _add_vector(kind, at + i * h_stride, 0, count, w, w_stride, to + i * y_stride, 0, n, whole, ahead)
+                _add_one(kind, at + i * h_stride, 0, count, w, w_stride, to + i * y_stride, 0, whole, columns, ahead)
+        r += taken
