@@ -15,6 +15,7 @@ import torch
 
 from worker.adapters.device import BaseShape, DeviceAdapters
 from worker.engine.plan import BASE_SLOT, AdapterLoad, SequenceStep, StepPlan, StepResult
+from worker.kernels.draws import Drawing
 from worker.kernels.eager import EagerBackend
 from worker.kernels.interface import Backend
 from worker.kernels.layout import BLOCK_TOKENS, Arena, AttentionShape
@@ -50,6 +51,7 @@ class ModelRunner:
         self,
         config: ModelConfig,
         decoder: Decoder,
+        sampler: Sampler,
         arena: Arena,
         adapters: DeviceAdapters,
         *,
@@ -69,7 +71,7 @@ class ModelRunner:
         self.eos_token_ids = eos_token_ids
         self._torch_device = device
         self._decoder, self._adapters = decoder, adapters
-        self._sampler = Sampler(eos_token_ids)
+        self._sampler = sampler
         self._max_running_requests = max_running_requests
         self._max_prefill_tokens = max_prefill_tokens
 
@@ -136,6 +138,7 @@ class ModelRunner:
         return cls(
             config,
             Decoder(config, weights, kernels),
+            Sampler(eos_token_ids, kernels if isinstance(kernels, Drawing) else None),
             arena,
             DeviceAdapters(base, arena, num_slots=max_resident_adapters),
             device=torch_device,

@@ -12,10 +12,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.engine.plan import NewRequest, SampledLogprobs, SampledTokens, SequenceStep
+from worker.kernels.draws import Drawing, Draws
 from worker.mailbox import Sampling
 from worker.model.choice import draw
 from worker.model.penalties import PenaltyRow, SeenTokens, apply_biases, apply_penalties, has_penalties
@@ -36,7 +39,9 @@ class _Request:
 class Sampler:
     """Sampling of all running requests; request ids are unique while they run."""
 
-    def __init__(self, eos_token_ids: Iterable[int]) -> None:
+    def __init__(self, eos_token_ids: Iterable[int], drawing: Drawing | None = None) -> None:
+        """`drawing` draws; torch does where it is None."""
+        self._drawing = drawing
         self._eos_biases = tuple((token, -torch.inf) for token in sorted(eos_token_ids))
         self._requests: dict[int, _Request] = {}
 
@@ -67,7 +72,7 @@ class Sampler:
         raw = logits[torch.tensor(reported, device=logits.device)] if reported else None  # a copy
         if self._constrain(logits, requests, positions) or likeliest is None:
             likeliest = logits.argmax(dim=-1)
-        tokens = _choose(logits, likeliest, requests, positions)
+        tokens = self._choose(logits, likeliest, requests, positions)
         logprobs: dict[int, SampledLogprobs] = {}
         if raw is not None:
             chosen = [tokens[row] for row in reported]
@@ -80,6 +85,23 @@ class Sampler:
             SampledTokens(sequence.request_id, (token,), (logprobs[row],) if row in logprobs else ())
             for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True))
         )
+
+    def _choose(
+        self, logits: Tensor, likeliest: Tensor, requests: Sequence[_Request], positions: Sequence[int]
+    ) -> list[int]:
+        tokens: list[int] = likeliest.tolist()
+        drawn = [row for row, request in enumerate(requests) if request.sampling.temperature > 0]
+        if drawn:
+            samplings = [requests[row].sampling for row in drawn]
+            random = uniforms([sampling.seed for sampling in samplings], [positions[row] for row in drawn])
+            if self._drawing is not None:
+                chosen = self._drawing.draw(logits, _draws(drawn, samplings, random))
+            else:
+                some = logits if len(drawn) == len(requests) else logits[torch.tensor(drawn, device=logits.device)]
+                chosen = draw(some, samplings, random).tolist()
+            for row, token in zip(drawn, chosen, strict=True):
+                tokens[row] = token
+        return tokens
 
     def _constrain(self, logits: Tensor, requests: Sequence[_Request], positions: Sequence[int]) -> bool:
         """Apply what parameters forbid or favour; returns whether there was anything."""
@@ -96,16 +118,15 @@ class Sampler:
         return bool(biases or penalised)
 
 
-def _choose(logits: Tensor, likeliest: Tensor, requests: Sequence[_Request], positions: Sequence[int]) -> list[int]:
-    tokens: list[int] = likeliest.tolist()
-    drawn = [row for row, request in enumerate(requests) if request.sampling.temperature > 0]
-    if drawn:
-        samplings = [requests[row].sampling for row in drawn]
-        random = uniforms([sampling.seed for sampling in samplings], [positions[row] for row in drawn])
-        some = logits if len(drawn) == len(requests) else logits[torch.tensor(drawn, device=logits.device)]
-        for row, token in zip(drawn, draw(some, samplings, random).tolist(), strict=True):
-            tokens[row] = token
-    return tokens
+def _draws(rows: Sequence[int], samplings: Sequence[Sampling], uniforms: NDArray[np.float64]) -> Draws:
+    return Draws(
+        rows=np.array(rows, dtype=np.int64),
+        temperature=np.array([sampling.temperature for sampling in samplings]),
+        top_k=np.array([max(sampling.top_k, 0) for sampling in samplings], dtype=np.int64),
+        top_p=np.array([sampling.top_p for sampling in samplings]),
+        min_p=np.array([sampling.min_p for sampling in samplings]),
+        uniform=uniforms,
+    )
 
 
 def _report(raw: Tensor, chosen: Sequence[int], wanted: Sequence[int]) -> list[SampledLogprobs]:

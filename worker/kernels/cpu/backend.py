@@ -20,8 +20,9 @@ from worker.kernels.cpu.linear import pack_linear, packed_kind, panels_per_task
 from worker.kernels.cpu.lora import LORA_ROWS_AT_ONCE
 from worker.kernels.cpu.panels import LANES
 from worker.kernels.cpu.pool import Pool
-from worker.kernels.cpu.program import Op
+from worker.kernels.cpu.program import ROW, Op
 from worker.kernels.cpu.tape import Recorder, Tapes
+from worker.kernels.draws import Draws
 from worker.kernels.layout import Arena, Batch, Rows, Site
 from worker.kernels.linear import Linear
 from worker.kernels.tiles import PlacedAdapter
@@ -51,6 +52,7 @@ class CpuKernels:
         self.cos, self.sin = cos.contiguous(), sin.contiguous()
         self.tapes = Tapes()
         self._values, self._places = torch.empty(0), torch.empty(0, dtype=torch.int64)
+        self._candidates = np.empty((3, 0), dtype=np.int32)
 
     def step(self, batch: Batch) -> CpuStep:
         """See Kernels."""
@@ -61,6 +63,24 @@ class CpuKernels:
         if len(self._values) < rows:
             self._values, self._places = torch.empty(2 * rows), torch.empty(2 * rows, dtype=torch.int64)
         return self._values[:rows], self._places[:rows]
+
+    def draw(self, logits: Tensor, draws: Draws) -> list[int]:
+        """See Drawing."""
+        rows, size = np.ascontiguousarray(draws.rows, dtype=np.int64), logits.shape[1]
+        columns = (draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.uniform)
+        parameters = np.ascontiguousarray(np.stack([np.asarray(one, dtype=np.float64) for one in columns], axis=1))
+        if self._candidates.shape[1] < len(rows) * size:
+            self._candidates = np.empty((3, len(rows) * size), dtype=np.int32)
+        tokens = np.empty(len(rows), dtype=np.int64)
+        program = np.zeros((1, ROW), dtype=np.int64)
+        room = [int(part.ctypes.data) for part in self._candidates]
+        program[0, :11] = (
+            *(Op.DRAW, len(rows), logits.data_ptr(), size, rows.ctypes.data, len(rows)),
+            *(parameters.ctypes.data, *room, tokens.ctypes.data),
+        )
+        self.pool.run(program)
+        found: list[int] = tokens.tolist()
+        return found
 
 
 class CpuStep:

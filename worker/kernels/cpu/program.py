@@ -19,6 +19,7 @@ from numba import carray, njit
 
 from worker.kernels.cpu.atomics import address, atomic_add, atomic_load, atomic_store, compare_and_set, yield_core
 from worker.kernels.cpu.attention import attend
+from worker.kernels.cpu.drawing import PARAMETERS, draw
 from worker.kernels.cpu.elementwise import add, largest, rms_norm, silu_mul
 from worker.kernels.cpu.linear import embed, linear
 from worker.kernels.cpu.lora import lora_add
@@ -40,6 +41,7 @@ class Op(IntEnum):
     LORA_ADD = 7
     EMBED = 8
     LARGEST = 9
+    DRAW = 10
 
 
 ROW: Final = 24
@@ -58,7 +60,7 @@ _SEQUENCE_MASK: Final = (1 << 22) - 1
 _RECORD: Final = len(Field)
 _FLOAT32, _BFLOAT16 = int(Format.FLOAT32), int(Format.BFLOAT16)
 _LINEAR, _RMS_NORM, _ADD_RMS_NORM, _ADD, _ROTATE_AND_STORE = (int(op) for op in list(Op)[:5])
-_ATTEND, _SILU_MUL, _LORA_ADD, _EMBED, _LARGEST = (int(op) for op in list(Op)[5:])
+_ATTEND, _SILU_MUL, _LORA_ADD, _EMBED, _LARGEST, _DRAW = (int(op) for op in list(Op)[5:])
 
 
 @njit(**COMPILED)
@@ -97,6 +99,8 @@ def run_task(p: Any, task: int) -> None:
     elif op == _LARGEST:  # x, rows, columns, values, places
         values, places = carray(address(p[5]), (p[3],), np.float32), carray(address(p[6]), (p[3],), np.int64)
         largest(_floats(p[2], p[3], p[4]), values, places, task)
+    elif op == _DRAW:
+        _draw_task(p, task)
     else:
         _attention_task(p, task)
 
@@ -120,6 +124,23 @@ def _attention_task(p: Any, task: int) -> None:
         tables, items = _ints(p[13], p[14], p[15]), _ints(p[16], p[17], 3)
         kind = _BFLOAT16 if p[12] else _FLOAT32
         attend(p[2], qkv.strides[0], positions, kind, p[10], tables, items, shape, p[8], p[18], task)
+
+
+@njit(**COMPILED)
+def _draw_task(p: Any, task: int) -> None:
+    # logits, columns, rows, their number, parameters, candidates, scratch, places, tokens
+    size, number = p[3], p[5]
+    row = carray(address(p[4]), (number,), np.int64)[task]
+    logits = carray(address(p[2] + 4 * row * size), (size,), np.float32)
+    parameters = carray(address(p[6]), (number, PARAMETERS), np.float64)
+    at = 4 * task * size
+    candidates, scratch = (
+        carray(address(p[7] + at), (size,), np.float32),
+        carray(address(p[8] + at), (size,), np.float32),
+    )
+    places = carray(address(p[9] + at), (size,), np.int32)
+    tokens = carray(address(p[10]), (number,), np.int64)
+    tokens[task] = draw(logits, parameters[task], candidates, scratch, places)
 
 
 @njit(**COMPILED)

@@ -1,0 +1,45 @@
+"""What is to be drawn: each row's filters and its uniform number, as kernels take them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """R rows of logits and how each is drawn from.
+
+    Filters apply in the order min-p, top-k, top-p, each to what the one before left; what is as likely as the last one
+    kept is kept too. Then the first token, in order of ids, at which the kept weights' running sum passes uniform ·
+    their total, is the one.
+    """
+
+    rows: NDArray[np.int64]
+    """[R] rows of the logits."""
+    temperature: NDArray[np.float64]
+    """[R] above 0."""
+    top_k: NDArray[np.int64]
+    """[R]; 0 for no bound."""
+    top_p: NDArray[np.float64]
+    """[R]; 1 for no bound."""
+    min_p: NDArray[np.float64]
+    """[R]; 0 for no bound."""
+    uniform: NDArray[np.float64]
+    """[R] in [0, 1)."""
+
+
+@runtime_checkable
+class Drawing(Protocol):
+    """Kernels that draw."""
+
+    def draw(self, logits: Tensor, draws: Draws) -> list[int]:
+        """Return the drawn tokens, one for each of the draws' rows; any, where a logit is NaN.
+
+        logits [S, vocab] float32 may be overwritten.
+        """
+        ...
