@@ -23,7 +23,7 @@ class Step:
 
     batch: Batch
     sampled: tuple[SequenceStep, ...]
-    """The sequences that choose a token, in the plan's order."""
+    """The sequences that choose a token, in the order of their rows."""
     sampled_rows: NDArray[np.int64]
     """[S] the last row of each."""
 
@@ -44,7 +44,8 @@ def build_step(sequences: Sequence[SequenceStep], adapter_in: Callable[[int], Pl
     blocks = np.concatenate(
         [np.array(r.block_ids)[np.arange(r.position, r.position + r.count) // BLOCK_TOKENS] for r in requests]
     )
-    sampled = tuple(sequence for sequence in sequences if sequence.sample)
+    # In the order of rows: where all are sampled, as in most steps, there is nothing to gather.
+    sampled = tuple(sorted((s for s in sequences if s.sample), key=lambda s: last_row[s.request_id]))
     return Step(
         Batch(np.array(tokens), positions, blocks * BLOCK_TOKENS + positions % BLOCK_TOKENS, tuple(requests)),
         sampled,

@@ -38,8 +38,8 @@ def test_rows_of_an_adapter_are_neighbours_and_results_keep_the_plans_order() ->
     ]
     assert [rows.adapter for rows in batch.requests] == [None, None, ADAPTERS[0], ADAPTERS[3], ADAPTERS[3]]
     assert sorted(looked_up) == [0, 3]
-    assert [sequence.request_id for sequence in step.sampled] == [1, 3, 4, 5]
-    assert step.sampled_rows.tolist() == [6, 0, 7, 2]
+    assert [sequence.request_id for sequence in step.sampled] == [3, 5, 1, 4]
+    assert step.sampled_rows.tolist() == [0, 2, 6, 7]
 
 
 def test_a_step_that_samples_nothing_has_no_sampled_rows() -> None:

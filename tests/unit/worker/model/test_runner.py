@@ -133,14 +133,14 @@ def test_requests_recomputed_from_the_start_go_on_as_before(llama_folder: Path) 
     assert known[len(PROMPTS[4]) :] == expected[:6]
 
 
-def test_results_come_in_the_plans_order_and_only_where_asked(llama_folder: Path, tmp_path: Path) -> None:
+def test_results_come_once_for_each_request_and_only_where_asked(llama_folder: Path, tmp_path: Path) -> None:
     runner = tiny_runner(llama_folder, tmp_path)
     news = tuple(NewRequest(index, (1, 2, 3), Sampling(temperature=0.0)) for index in range(4))
     slots, sample = (2, -1, 0, 1), (True, True, False, True)
     steps = tuple(SequenceStep(index, (1, 2, 3), 0, (index,), slots[index], sample=sample[index]) for index in range(4))
     result = runner.execute(StepPlan(5, news, steps, ()))
     assert result.step == 5
-    assert [entry.request_id for entry in result.sampled] == [0, 1, 3]
+    assert sorted(entry.request_id for entry in result.sampled) == [0, 1, 3]
     for entry in result.sampled:
         expected = first_logits(runner, (1, 2, 3), slots[entry.request_id]).argmax()
         assert entry.token_ids == (int(expected),)
