@@ -123,9 +123,10 @@ class EngineLoop:
 
     def _tell(self, outputs: list[Output], *, stepped: bool) -> None:
         """Send one frame after a step, or when something changed without one."""
-        status = self._scheduler.status()
-        if not (stepped or self._failures or status != self._told):
+        status, changes = self._scheduler.status(), self._scheduler.take_adapter_changes()
+        if not (stepped or self._failures or changes or status != self._told):
             return
-        self._inbox.send(Step(self._scheduler.step, tuple(outputs), tuple(self._failures), status))
+        failures = tuple(self._failures)
+        self._inbox.send(Step(self._scheduler.step, tuple(outputs), failures, status, changes.adapters, changes.gone))
         self._failures.clear()
         self._told = status
