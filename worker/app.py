@@ -214,6 +214,8 @@ class WorkerApp:
         if engine.num_frames != self._seen_frames:
             self._seen_frames = engine.num_frames
             self._admission.engine_frame()
+            if engine.step_s:
+                self._metrics.step(engine.step_s)
         seen = (engine.state, engine.epoch, engine.status, self._admission.unseen_tokens)
         if artifact_digests or seen != self._seen:
             self._seen = seen

@@ -104,6 +104,8 @@ class EngineClient:
         """What the running engine holds or is loading, by artifact digest."""
         self.epoch = secrets.token_hex(8)
         """Another one as soon as an engine, and what it held, is lost."""
+        self.step_s = 0.0
+        """What the last frame's step took; 0 where it was none."""
         self.num_frames = 0
         self.num_lost = 0
         """Engine processes that ended though nobody had asked them to."""
@@ -221,7 +223,7 @@ class EngineClient:
     def _take(self, step: Step) -> None:
         self._last_frame_s = time.monotonic()
         self.num_frames += 1
-        self.status = step.status
+        self.status, self.step_s = step.status, step.seconds
         self.adapters.update((adapter.artifact_digest, adapter) for adapter in step.adapters)
         for digest in step.gone:
             self.adapters.pop(digest, None)

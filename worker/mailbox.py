@@ -185,6 +185,8 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Adapters that came or changed, as they are now."""
     gone: tuple[str, ...] = ()
     """Artifact digests of adapters that have left."""
+    seconds: float = 0.0
+    """From the beginning of the schedule to the end of the update; 0 where no step was computed."""
 
 
 FromEngine = Ready | StartFailed | Step

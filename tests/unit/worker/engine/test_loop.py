@@ -126,6 +126,15 @@ def test_a_refused_request_gets_its_failure_without_a_step(start: Start) -> None
     assert client.steps[-1].step == 0
 
 
+def test_a_frame_tells_what_its_step_took_and_nothing_where_there_was_none(start: Start) -> None:
+    client = start(FakeRunner(step_s=0.02)).client
+    client.submit(1, ())
+    client.submit(2, max_tokens=3)
+    client.read_until_ended(1, 2)
+    assert all((step.seconds >= 0.02) == bool(step.outputs) for step in client.steps)
+    assert all(step.seconds == 0 for step in client.steps if not step.outputs)
+
+
 def test_a_request_that_waits_for_another_s_end_starts_without_a_message(start: Start) -> None:
     client = start(max_running_requests=1).client
     for request_id in range(5):
