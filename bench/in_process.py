@@ -77,7 +77,7 @@ class InProcessEngine:
         """Load adapters 0 … residents - 1, a batch's worth at a time. Raises RuntimeError when not all can stay."""
         batch = self._config.max_running_requests
         for first in range(0, residents, batch):
-            self._submit(range(first, min(first + batch, residents)), max_tokens=1)
+            self._submit(range(first, min(first + batch, residents)), prompt_tokens=1, max_tokens=1)
             self._finish()
         if len(self.resident) != residents:
             raise RuntimeError(f"{len(self.resident)} of {residents} adapters are resident; the arena is too small")
@@ -95,11 +95,11 @@ class InProcessEngine:
         self._finish()
         return taken
 
-    def _submit(self, adapters: Sequence[int | None], *, max_tokens: int) -> None:
+    def _submit(self, adapters: Sequence[int | None], *, max_tokens: int, prompt_tokens: int = PROMPT_TOKENS) -> None:
         sampling = Sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         for number in adapters:
             self._last_id += 1
-            prompt = tuple((self._last_id * 31 + at * 7) % 10_000 + 1000 for at in range(PROMPT_TOKENS))
+            prompt = tuple((self._last_id * 31 + at * 7) % 10_000 + 1000 for at in range(prompt_tokens))
             file = None if number is None else AdapterFile(f"{number:064}", "", self._template.num_bytes)
             failure = self._scheduler.submit(Submit(self._last_id, prompt, sampling, file, "bench", 0.0))
             if failure is not None:
