@@ -2,12 +2,12 @@
 
 - `cases`: the base, one adapter, and 8 and 32 adapters mixed, at 1, 8 and 32 concurrent streams;
 - `sampling`: temperature 0.8, top_p 0.95 and a seed per request against greedy;
-- `unused`: the base alone, on a worker with 32 adapters on its device, against one that has never had any.
+- `unused`: the base alone, on a worker with all adapters on its device, against one that has never had any.
 
 What is compared takes turns, so that whatever else the machine does meets both sides. Starts private clusters on free
 ports with random INT8 adapters of rank 16 and drives them with `bench.load`. A request that fails makes it exit 1.
 
-Run: python -m bench.serving [--parts cases sampling unused] [--concurrency 1 8 32] [--runs 1] [--pairs 2] [--no-record]
+Run: python -m bench.serving [--parts cases sampling unused] [--adapters 1 8 32] [--concurrency 1 8 32] [--no-record]
      python -m bench.serving --soak MINUTES      (load without a pause; see `bench.soak`)
 """
 
@@ -30,7 +30,6 @@ from bench.record import record
 from bench.soak import soak
 from loraplex.cli.base_source import Base, resolve_base
 
-NUM_ADAPTERS: Final = 32
 PARTS: Final = ("cases", "sampling", "unused")
 Row = dict[str, object]
 
@@ -59,7 +58,7 @@ class Seeds:
 async def measure_cases(served: Served, args: argparse.Namespace, seeds: Seeds) -> list[Row]:
     """Measure every number of adapters at every concurrency."""
     cases = {"base": (served.base,)} | {
-        "1 adapter" if count == 1 else f"{count} mixed": served.adapters[:count] for count in (1, 8, NUM_ADAPTERS)
+        "1 adapter" if count == 1 else f"{count} mixed": served.adapters[:count] for count in args.adapters
     }
     rows = []
     for concurrency in args.concurrency:
@@ -111,10 +110,11 @@ async def _measure(args: argparse.Namespace, base: Base, scratch: Path) -> list[
     shapes = linear_shapes(base.folder, MODULES)
     folders = [
         write_adapter(scratch / "adapters" / f"a{index}", shapes, rank=args.rank, dtype="bfloat16", seed=index)
-        for index in range(NUM_ADAPTERS)
+        for index in range(max(args.adapters))
     ]
     seeds = Seeds(args.seed)
-    async with serving(base, folders, scratch / "state", dtype=args.dtype) as served:
+    all_fit = ("--max-resident-adapters", str(len(folders)))
+    async with serving(base, folders, scratch / "state", dtype=args.dtype, worker_options=all_fit) as served:
         await _warm_up(served, seeds)
         if args.soak:
             return [await soak(served, 60 * args.soak, max(args.concurrency), seeds.take())]
@@ -168,6 +168,7 @@ def main() -> int:
     parser.add_argument("--soak", type=float, metavar="MINUTES", help="this long, and nothing else")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--adapters", type=int, nargs="+", default=[1, 8, 32], help="how many are mixed")
     parser.add_argument("--rounds", type=int, default=2, help="requests per stream")
     parser.add_argument("--runs", type=int, default=1, help="repeats of each case; the median one is reported")
     parser.add_argument("--pairs", type=int, default=2, help="turns of each side of a comparison")

@@ -56,7 +56,9 @@ class WorkerSettings(AdminSettings):
         512, description="tokens computed in one step: one of every running answer, prompts with the rest"
     )
     mixed_batch_ratio: Annotated[float, Field(ge=0.5, le=1)] = Field(
-        1.0, description="share of max_running_requests that may run while they use more than one adapter"
+        1.0,
+        description="share of max_running_requests that may run while they use more than one adapter; "
+        "`python -m bench.mixed_batches` measures what suits a machine",
     )
     prefix_cache: bool = Field(
         True, description="reuse what was computed for equal beginnings of prompts, per tenant and adapter"
