@@ -78,7 +78,7 @@ proto: $(VENV)/.dev ## Generate the gRPC stubs from protos/.
 docs: $(VENV)/.dev ## Write docs/configuration.md from the settings classes.
 	$(BIN)/python -m tools.document_settings
 
-bench: $(VENV)/.dev ## Measure serving: base and 8 mixed adapters at 1, 8 and 32 streams; results go to bench/results/.
+bench: $(VENV)/.dev ## Measure serving (some ten minutes): base, 1, 8 and 32 adapters at 1, 8 and 32 streams, sampling, unused adapters.
 	$(BIN)/python -m bench.serving
 
 gpu-check: $(VENV)/.dev ## Check and time the Triton kernels on a CUDA GPU (minutes); results go to bench/results/.

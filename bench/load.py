@@ -32,8 +32,10 @@ class Work:
     requests: int
     prompt_words: int = 64
     output_tokens: int = 64
-    temperature: float = 0.0
     seed: int = 0
+    """Prompts are made from it, and where tokens are sampled their seeds."""
+    temperature: float = 0.0
+    top_p: float = 1.0
 
 
 @dataclass(slots=True)
@@ -71,8 +73,11 @@ def _quantile_ms(values: Sequence[float], q: float) -> float:
     return round(1e3 * statistics.quantiles(values, n=100, method="inclusive")[min(98, round(q * 100) - 1)], 1)
 
 
-async def run(url: str, work: Work) -> Seen:
-    """Drive `work` against the server at `url` (scheme://host:port) and return what was seen."""
+async def run(url: str, work: Work, *, seconds: float = float("inf")) -> Seen:
+    """Drive `work` against the server at `url` (scheme://host:port) and return what was seen.
+
+    After `seconds` no more requests are begun.
+    """
     seen = Seen()
     remaining = iter(range(work.requests))
     connector = aiohttp.TCPConnector(limit=0)
@@ -80,9 +85,9 @@ async def run(url: str, work: Work) -> Seen:
 
         async def client() -> None:
             for index in remaining:
-                rng = random.Random(work.seed * 1_000_003 + index)
-                prompt = " ".join(rng.choice(_WORDS) for _ in range(work.prompt_words))
-                await _request(session, url, work, work.models[index % len(work.models)], prompt, seen)
+                if time.perf_counter() - start > seconds:
+                    return
+                await _request(session, url, work, index, seen)
 
         start = time.perf_counter()
         async with asyncio.TaskGroup() as group:
@@ -92,14 +97,19 @@ async def run(url: str, work: Work) -> Seen:
     return seen
 
 
-async def _request(session: aiohttp.ClientSession, url: str, work: Work, model: str, prompt: str, seen: Seen) -> None:
+async def _request(session: aiohttp.ClientSession, url: str, work: Work, index: int, seen: Seen) -> None:
+    model = work.models[index % len(work.models)]
+    seed = work.seed * 1_000_003 + index
+    rng = random.Random(seed)
     body = {
         "model": model,
-        "prompt": prompt,
+        "prompt": " ".join(rng.choice(_WORDS) for _ in range(work.prompt_words)),
         "max_tokens": work.output_tokens,
         "min_tokens": work.output_tokens,
         "ignore_eos": True,
         "temperature": work.temperature,
+        "top_p": work.top_p,
+        "seed": seed,
         "stream": True,
         "stream_options": {"include_usage": True},
     }

@@ -1,6 +1,7 @@
 """What quantizing adapters costs: CPU time, bytes and the error of each module's weight, per format.
 
-Run: python -m bench.quantization [FOLDER ...]     (PEFT folders; by default the shipped ones and a random one)
+Run: python -m bench.quantization [FOLDER ...] [--ranks 1 8 16]
+Measures PEFT folders, by default the shipped ones and random ones of these ranks, all modules of SmolLM2-135M.
 Prints a table and one JSON line.
 """
 
@@ -89,12 +90,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table and the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("folders", metavar="FOLDER", type=Path, nargs="*", help="PEFT folders")
-    folders: list[Path] = parser.parse_args(arguments).folders
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 8, 16], help="of the random adapters")
+    args = parser.parse_args(arguments)
+    folders: list[Path] = args.folders
     with tempfile.TemporaryDirectory() as scratch:
         if not folders:
             shapes = {f"model.layers.{n}.{name}": s for n in range(_SMOLLM2_LAYERS) for name, s in _SMOLLM2.items()}
-            random = write_adapter(Path(scratch) / "random-r16", shapes, rank=16, dtype="bfloat16", seed=0)
-            folders = [*sorted(EXAMPLES.iterdir()), random]
+            random = [
+                write_adapter(Path(scratch) / f"random-r{rank}", shapes, rank=rank, dtype="bfloat16", seed=0)
+                for rank in args.ranks
+            ]
+            folders = [*sorted(EXAMPLES.iterdir()), *random]
         figures = [measure(folder, form) for folder in folders for form in FORMATS]
     plain = {one.adapter: one for one in figures if one.format == "none"}
     print("adapter            format   cpu s    file bytes  of none  tensors of none  mean error  worst  module")

@@ -60,9 +60,12 @@ class Ticket:
 
 
 class Admission:
-    """Admits up to `max_running + max_waiting` choices; `on_change` hears of every change."""
+    """Admits up to `max_running + max_waiting` choices.
 
-    def __init__(self, max_waiting: int, on_change: Callable[[], None]) -> None:
+    `on_change` hears of every change, with the artifact whose requests in flight it changed, if any.
+    """
+
+    def __init__(self, max_waiting: int, on_change: Callable[[str | None], None]) -> None:
         self._max_waiting = max_waiting
         self._on_change = on_change
         self._max_running = 0
@@ -97,7 +100,7 @@ class Admission:
         self._active_choices += choices
         if artifact_digest is not None:
             self._in_flight[artifact_digest] += 1
-        self._on_change()
+        self._on_change(artifact_digest)
         return ticket
 
     def engine_frame(self) -> None:
@@ -123,15 +126,15 @@ class Admission:
         """Prompt tokens that the engine's figures do not contain yet."""
         return sum(ticket.unseen_tokens for ticket in self._tickets)
 
-    def in_flight(self) -> dict[str, int]:
-        """RPCs in flight by the artifact they use."""
-        return dict(self._in_flight)
+    def in_flight(self, artifact_digest: str) -> int:
+        """Return the RPCs in flight that use an artifact."""
+        return self._in_flight[artifact_digest]
 
     # For tickets.
 
     def changed(self) -> None:
         """Pass on a ticket's change."""
-        self._on_change()
+        self._on_change(None)
 
     def submitted(self, ticket: Ticket) -> None:
         """Expect the ticket in the engine's figures soon."""
@@ -143,7 +146,7 @@ class Admission:
         if not ticket.active_choices:
             self._unseen.pop(ticket, None)
             ticket.unseen_tokens = 0
-        self._on_change()
+        self._on_change(None)
 
     def closed(self, ticket: Ticket, now: float) -> None:
         """Forget a ticket."""
@@ -158,4 +161,4 @@ class Admission:
             if not self._in_flight[digest]:
                 del self._in_flight[digest]
         self._service_s += _SMOOTHING * (now - ticket.admitted_s - self._service_s)
-        self._on_change()
+        self._on_change(digest)

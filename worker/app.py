@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import structlog
 
@@ -31,7 +31,7 @@ from worker.generation import StreamLimits
 from worker.metrics import Metrics, Snapshot
 from worker.service import Parts, ServedBase, WorkerService
 from worker.settings import WorkerSettings
-from worker.status import State, StatusBoard, WorkerStatus, assemble, merge_adapters
+from worker.status import AdapterStatus, AdapterTable, State, StatusBoard, WorkerStatus, adapter_status, assemble
 from worker.text.model import TextModel
 
 log = structlog.get_logger(__name__)
@@ -66,15 +66,16 @@ class WorkerApp:
         self._idle.set()
         patience = engine_patience or EnginePatience(silence_timeout_s=settings.engine_silence_s)
         self._engine = EngineClient(self._engine_changed, patience)
-        self._admission = Admission(settings.max_waiting_requests, self._changed)
+        self._admission = Admission(settings.max_waiting_requests, self._admission_changed)
         self._board = StatusBoard(self._assemble)
+        self._adapters = AdapterTable(self._look_up)
         self._source = RegistrySource(settings.registry, credentials=bearer(settings.cluster_secret))
         self._store = AdapterStore(
             settings.cache_dir / "artifacts",
             self._source,
             budget_bytes=settings.cache_bytes,
-            on_change=self._changed,
-            is_on_device=self._is_on_device,
+            on_change=self._file_changed,
+            is_on_device=lambda digest: digest in self._engine.adapters,
         )
         self._activity = Activity()
         self._metrics = Metrics(self._snapshot)
@@ -196,15 +197,27 @@ class WorkerApp:
             self._idle.set()
         self._board.changed()
 
-    def _engine_changed(self) -> None:
+    def _admission_changed(self, artifact_digest: str | None) -> None:
+        if artifact_digest is not None:
+            self._adapters.touch((artifact_digest,))
+        self._changed()
+
+    def _file_changed(self, artifact_digest: str) -> None:
+        self._adapters.touch((artifact_digest,))
+        self._changed()
+
+    def _engine_changed(self, artifact_digests: Collection[str]) -> None:
         engine = self._engine
+        self._adapters.touch(artifact_digests)
         if engine.ready is not None:
             self._admission.engine_ready(engine.ready.max_running_requests)
         if engine.num_frames != self._seen_frames:
             self._seen_frames = engine.num_frames
             self._admission.engine_frame()
+            if engine.step_s:
+                self._metrics.step(engine.step_s)
         seen = (engine.state, engine.epoch, engine.status, self._admission.unseen_tokens)
-        if seen != self._seen:
+        if artifact_digests or seen != self._seen:
             self._seen = seen
             self._health_due.set()
             self._board.changed()
@@ -233,8 +246,8 @@ class WorkerApp:
 
     def _resources(self) -> dict[str, int]:
         """Return what is held for requests, as each owner counts it."""
-        status, engine = self._board.now(), self._engine.status
-        in_engine = sum(adapter.in_flight for adapter in engine.adapters) if engine is not None else 0
+        status = self._board.now()
+        in_engine = sum(adapter.in_flight for adapter in self._engine.adapters.values())
         return {
             "kv_blocks_in_use": status.kv_blocks,
             "adapter_chunks": status.adapter_chunks,
@@ -246,18 +259,22 @@ class WorkerApp:
         }
 
     def _snapshot(self) -> Snapshot:
-        engine = self._engine.status
         return Snapshot(
             status=self._board.now(),
             engine_restarts=self._engine.num_lost,
             cached_bytes=self._store.cached_bytes,
-            resident_bytes=sum(adapter.device_bytes for adapter in engine.adapters) if engine is not None else 0,
+            resident_bytes=sum(adapter.device_bytes for adapter in self._engine.adapters.values()),
             max_resident_adapters=self._settings.max_resident_adapters,
         )
 
-    def _is_on_device(self, artifact_digest: str) -> bool:
-        status = self._engine.status
-        return status is not None and any(held.artifact_digest == artifact_digest for held in status.adapters)
+    def _look_up(self, artifact_digest: str) -> AdapterStatus | None:
+        return adapter_status(
+            artifact_digest,
+            cached_bytes=self._store.size_bytes(artifact_digest),
+            fetching=self._store.is_fetching(artifact_digest),
+            in_flight=self._admission.in_flight(artifact_digest),
+            held=self._engine.adapters.get(artifact_digest),
+        )
 
     def _assemble(self, sequence: int) -> WorkerStatus:
         engine, admission = self._engine, self._admission
@@ -271,10 +288,5 @@ class WorkerApp:
             engine=engine.status,
             active_choices=admission.active_choices,
             unseen_tokens=admission.unseen_tokens,
-            adapters=merge_adapters(
-                cached=self._store.cached(),
-                fetching=self._store.fetching(),
-                in_flight=admission.in_flight(),
-                on_device=engine.status.adapters if engine.status is not None else (),
-            ),
+            adapters=self._adapters.view(),
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Protocol
@@ -19,7 +19,18 @@ import structlog
 from common.backoff import Backoff
 from loraplex.errors import BY_REASON, EngineDown, LoraplexError, QueueFull
 from worker.engine_link import EngineLink, EngineStartError, LinkBroken, LinkClosed
-from worker.mailbox import Abort, EngineStatus, Failure, Output, Ready, Shutdown, StartFailed, Step, Submit
+from worker.mailbox import (
+    Abort,
+    AdapterOnDevice,
+    EngineStatus,
+    Failure,
+    Output,
+    Ready,
+    Shutdown,
+    StartFailed,
+    Step,
+    Submit,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -67,9 +78,13 @@ class EnginePatience:
 
 
 class EngineClient:
-    """One engine process after the other. `on_change` hears of every change of state and every frame."""
+    """One engine process after the other.
 
-    def __init__(self, on_change: Callable[[], None], patience: EnginePatience | None = None) -> None:
+    `on_change` hears of every change of state and every frame, with the artifact digests of the adapters that came,
+    left or changed with it.
+    """
+
+    def __init__(self, on_change: Callable[[Collection[str]], None], patience: EnginePatience | None = None) -> None:
         self._patience = patience or EnginePatience()
         self._on_change = on_change
         self._owners: dict[int, RequestOwner] = {}
@@ -85,8 +100,12 @@ class EngineClient:
         """Of the running engine, or of the last one."""
         self.status: EngineStatus | None = None
         """The last status of the running engine; None before its first."""
+        self.adapters: dict[str, AdapterOnDevice] = {}
+        """What the running engine holds or is loading, by artifact digest."""
         self.epoch = secrets.token_hex(8)
         """Another one as soon as an engine, and what it held, is lost."""
+        self.step_s = 0.0
+        """What the last frame's step took; 0 where it was none."""
         self.num_frames = 0
         self.num_lost = 0
         """Engine processes that ended though nobody had asked them to."""
@@ -204,7 +223,10 @@ class EngineClient:
     def _take(self, step: Step) -> None:
         self._last_frame_s = time.monotonic()
         self.num_frames += 1
-        self.status = step.status
+        self.status, self.step_s = step.status, step.seconds
+        self.adapters.update((adapter.artifact_digest, adapter) for adapter in step.adapters)
+        for digest in step.gone:
+            self.adapters.pop(digest, None)
         for output in step.outputs:
             owner = self._owners.get(output.request_id)
             if owner is not None:
@@ -215,7 +237,7 @@ class EngineClient:
             owner = self._owners.pop(failure.request_id, None)
             if owner is not None:
                 owner.on_failure(failure.request_id, _error_of(failure))
-        self._on_change()
+        self._on_change([*(adapter.artifact_digest for adapter in step.adapters), *step.gone])
 
     def _lose_engine(self) -> None:
         if self._silence_timer is not None:
@@ -224,15 +246,16 @@ class EngineClient:
         self.num_lost += not self._stopping.is_set()
         owners, self._owners = self._owners, {}
         self.status = None
+        lost, self.adapters = self.adapters, {}
         self.epoch = secrets.token_hex(8)
-        self._set_state(EngineState.DOWN)
+        self._set_state(EngineState.DOWN, lost)
         for request_id, owner in owners.items():
             owner.on_failure(request_id, self.down_error())
 
-    def _set_state(self, state: EngineState) -> None:
+    def _set_state(self, state: EngineState, adapters: Collection[str] = ()) -> None:
         if state is not self.state:
             self.state = state
-            self._on_change()
+            self._on_change(adapters)
 
     def _watch_silence(self) -> None:
         """Arm the watch over a silent engine, unless it is armed."""

@@ -151,7 +151,7 @@ class AdapterOnDevice(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
-    """What the engine tells of itself; whole, not a difference."""
+    """What the engine tells of itself, but for its adapters; whole, not a difference."""
 
     running_requests: int
     waiting_requests: int
@@ -160,7 +160,6 @@ class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
     """Chunks that can be had: free, or of what is idle."""
     prefill_tokens_per_second: float
     decode_tokens_per_second: float
-    adapters: tuple[AdapterOnDevice, ...]
     kv_blocks: int = 0
     """Chunks that requests hold as KV blocks."""
     adapter_chunks: int = 0
@@ -174,12 +173,22 @@ class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """One frame per engine step (or per change between steps): outputs, failures, and the status after it."""
+    """One frame per engine step (or per change between steps): outputs, failures, and the status after it.
+
+    Of the adapters only those that have changed since the last frame, so that a frame grows with the batch, and not
+    with the number of resident adapters.
+    """
 
     step: int
     outputs: tuple[Output, ...]
     failures: tuple[Failure, ...]
     status: EngineStatus
+    adapters: tuple[AdapterOnDevice, ...] = ()
+    """Adapters that came or changed, as they are now."""
+    gone: tuple[str, ...] = ()
+    """Artifact digests of adapters that have left."""
+    seconds: float = 0.0
+    """From the beginning of the schedule to the end of the update; 0 where no step was computed."""
 
 
 FromEngine = Ready | StartFailed | Step

@@ -128,10 +128,14 @@ def status_message(previous: WorkerStatus | None, status: WorkerStatus) -> Watch
         if full or getattr(previous, name) != value:
             setattr(message, name, value)
     known = {} if full or previous is None else previous.adapters
-    message.adapters.extend(
-        _residency(adapter) for digest, adapter in status.adapters.items() if known.get(digest) != adapter
-    )
-    message.removed_artifact_digests.extend(digest for digest in known if digest not in status.adapters)
+    if status.adapters is not known:
+        # Unchanged adapters are the same objects, of which there may be thousands.
+        message.adapters.extend(
+            _residency(adapter)
+            for digest, adapter in status.adapters.items()
+            if (before := known.get(digest)) is not adapter and before != adapter
+        )
+        message.removed_artifact_digests.extend(known.keys() - status.adapters.keys())
     return message
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -22,6 +22,8 @@ from loraplex.errors import LoraplexError
 from worker.status import State, Tier, WorkerStatus
 
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_STEP_SECONDS: Final = tuple(round(0.001 * 10 ** (n / 8), 5) for n in range(33))
+"""1 ms to 10 s, eight to a decade: fine enough to tell a median by."""
 _TOKEN_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
 
 
@@ -122,6 +124,18 @@ class Metrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self.step_s = Histogram(
+            "loraplex_worker_step_seconds",
+            "Time of an engine step, from its schedule to its update",
+            buckets=_STEP_SECONDS,
+            registry=registry,
+        )
+        self.slowest_step_s = Gauge(
+            "loraplex_worker_slowest_step_seconds",
+            "The slowest engine step since the worker started",
+            registry=registry,
+        )
+        self._slowest_step_s = 0.0
         self.prompt_tokens = Counter("loraplex_worker_prompt_tokens", "Prompt tokens computed", registry=registry)
         self.generation_tokens = Counter("loraplex_worker_generation_tokens", "Tokens generated", registry=registry)
         self.adapter_requests = Counter(
@@ -137,6 +151,13 @@ class Metrics:
             buckets=_SECONDS,
             registry=registry,
         )
+
+    def step(self, seconds: float) -> None:
+        """Note what an engine step took."""
+        self.step_s.observe(seconds)
+        if seconds > self._slowest_step_s:
+            self._slowest_step_s = seconds
+            self.slowest_step_s.set(seconds)
 
     async def read(self) -> bytes:
         """Return everything in the Prometheus text format."""

@@ -63,7 +63,9 @@ class WorkerSettings(AdminSettings):
         "this machine computes in 0.2 s, from 64 to 2048)",
     )
     mixed_batch_ratio: Annotated[float, Field(ge=0.5, le=1)] = Field(
-        1.0, description="share of max_running_requests that may run while they use more than one adapter"
+        1.0,
+        description="share of max_running_requests that may run while they use more than one adapter; "
+        "`python -m bench.mixed_batches` measures what suits a machine",
     )
     prefix_cache: bool = Field(
         True, description="reuse what was computed for equal beginnings of prompts, per tenant and adapter"

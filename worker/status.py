@@ -7,7 +7,7 @@ message goes out. Knows nothing of protobuf.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -74,33 +74,54 @@ class WorkerStatus:
     adapters: Mapping[str, AdapterStatus] = field(default_factory=dict)
 
 
-_UNKNOWN: Final = EngineStatus(0, 0, 0, 0, 0.0, 0.0, ())
+_UNKNOWN: Final = EngineStatus(0, 0, 0, 0, 0.0, 0.0)
 
 
-def merge_adapters(
-    *,
-    cached: Mapping[str, int],
-    fetching: set[str],
-    in_flight: Mapping[str, int],
-    on_device: tuple[AdapterOnDevice, ...],
-) -> dict[str, AdapterStatus]:
-    """Return one entry per adapter that is on the disk, on the device, on its way, or asked for.
+def adapter_status(
+    artifact_digest: str, *, cached_bytes: int | None, fetching: bool, in_flight: int, held: AdapterOnDevice | None
+) -> AdapterStatus | None:
+    """Return where an adapter is, or None if it is neither on the disk nor on the device, on its way or asked for.
 
-    `cached` holds bytes by digest. An adapter the engine is still loading counts as on the disk.
+    `cached_bytes` is its size on the disk, None where it is not there; `held` what the engine says of it. One that the
+    engine is still loading counts as on the disk.
     """
-    engine = {adapter.artifact_digest: adapter for adapter in on_device}
-    merged: dict[str, AdapterStatus] = {}
-    for digest in sorted(cached.keys() | fetching | in_flight.keys() | engine.keys()):
-        held = engine.get(digest)
-        if held is not None and not held.loading:
-            tier, loading = Tier.DEVICE, False
-        elif digest in cached or held is not None:
-            tier, loading = Tier.DISK, held is not None
-        else:
-            tier, loading = Tier.SOURCE, digest in fetching
-        size = cached.get(digest, held.device_bytes if held is not None else 0)
-        merged[digest] = AdapterStatus(digest, tier, loading, in_flight.get(digest, 0), size)
-    return merged
+    if cached_bytes is None and held is None and not (fetching or in_flight):
+        return None
+    if held is not None and not held.loading:
+        tier, loading = Tier.DEVICE, False
+    elif held is not None or cached_bytes is not None:
+        tier, loading = Tier.DISK, held is not None
+    else:
+        tier, loading = Tier.SOURCE, fetching
+    size = cached_bytes if cached_bytes is not None else held.device_bytes if held is not None else 0
+    return AdapterStatus(artifact_digest, tier, loading, in_flight, size)
+
+
+class AdapterTable:
+    """The status of every adapter, at the cost of those that change. `look_up` returns one's as it is now."""
+
+    def __init__(self, look_up: Callable[[str], AdapterStatus | None]) -> None:
+        self._look_up = look_up
+        self._table: dict[str, AdapterStatus] = {}
+        self._touched: set[str] = set()
+
+    def touch(self, artifact_digests: Iterable[str]) -> None:
+        """Note that adapters may have changed."""
+        self._touched.update(artifact_digests)
+
+    def view(self) -> Mapping[str, AdapterStatus]:
+        """Return all as they are now, by artifact digest; what was returned before does not change with it."""
+        if self._touched:
+            table = dict(self._table)
+            for digest in self._touched:
+                found = self._look_up(digest)
+                if found is None:
+                    table.pop(digest, None)
+                elif table.get(digest) != found:
+                    table[digest] = found
+            self._table = table
+            self._touched.clear()
+        return self._table
 
 
 def assemble(

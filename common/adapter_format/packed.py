@@ -42,8 +42,11 @@ __all__ = [
     "version_digest",
 ]
 
-PACKERS: Final[Mapping[str, int]] = {FORMAT_NONE: 1, FORMAT_INT8: 1, FORMAT_INT4: 1}
-"""The packer of each format. Raise one where the same adapter must pack to other bytes: all versions are repacked."""
+PACKERS: Final[Mapping[str, int]] = {FORMAT_NONE: 1, FORMAT_INT8: 2, FORMAT_INT4: 1}
+"""The packer of each format. Raise one where the same adapter must pack to other bytes: all versions are repacked.
+
+What an older packer wrote is read as well, as workers get it until then. int8: 2 added corrections (see `corrections`).
+"""
 
 _KEY: Final = "loraplex"
 _PART_FORMATS: Final = {FORMAT_INT8: (FORMAT_INT8,), FORMAT_INT4: (FORMAT_INT8, FORMAT_INT4)}
@@ -168,7 +171,7 @@ def open_packed(path: Path) -> PackedAdapter:
     try:
         header = json.loads(stored.metadata[_KEY])
         form = header["format"]
-        if form not in PACKERS or header["packer"] != PACKERS[form]:
+        if form not in PACKERS or not 1 <= header["packer"] <= PACKERS[form]:
             known = ", ".join(f"{packer}/{known}" for known, packer in PACKERS.items())
             raise CorruptArtifact(
                 f"{path.name} was packed as {header['packer']}/{form}; this program reads {known}", file=path.name

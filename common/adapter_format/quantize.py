@@ -1,6 +1,7 @@
 """Quantizing a validated adapter to int8 or int4, module by module, with each module's exact error.
 
-int8: symmetric, one scale per rank row of A and of B transposed, both and alpha/r in one number, never rotated.
+int8: symmetric, one scale per rank row of A and of B transposed, both and alpha/r in one number, never rotated; where
+that loses too much, with rank rows that correct others (see `corrections`).
 int4: per module the best of several bases of its product that costs no more than the adapter may: the factors as they
 are, or turned, or turned with the leading singular components in int8 (see `_candidates`).
 """
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
 from common.adapter_format.choice import Candidate, choose_affordable
+from common.adapter_format.corrections import INT8_ERROR, Rounded, corrected
 from common.adapter_format.factors import Factors, Floats, gram, mixed, principal, relative_errors
 from common.adapter_format.packed import PackedAdapter, PackedModule
 from common.adapter_format.parts import (
@@ -107,10 +109,14 @@ def _stacks(modules: Sequence[PackedModule]) -> Iterator[_Stack]:
 
 
 def _int8(stack: _Stack) -> Iterator[tuple[int, Candidate]]:
-    parts, off, weights, factors = _int8_parts(stack.factors, stack.scales[:, None], stack.names)
-    errors = relative_errors(factors, off, weights)
-    for at, part, error in zip(stack.places, parts, errors, strict=True):
-        yield at, Candidate((part,), float(error))
+    rows, off, factors = _int8_rows(stack.factors, stack.scales[:, None], stack.names)
+    errors = relative_errors(factors, off, np.stack([one.weights for one in rows]))
+    for index, (at, one, error) in enumerate(zip(stack.places, rows, errors.tolist(), strict=True)):
+        better = one
+        if error > INT8_ERROR:
+            own, own_off = (Factors(some.a[index : index + 1], some.b[index : index + 1]) for some in (factors, off))
+            better, error = corrected(one, own, own_off, error)  # noqa: PLW2901 - the error of what is stored
+        yield at, Candidate((_int8_part(better),), error)
 
 
 def _normal(rows: Floats, *, always: bool) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
@@ -124,27 +130,28 @@ def _normal(rows: Floats, *, always: bool) -> tuple[NDArray[np.float32], NDArray
     return np.ldexp(rows, -exponents[..., None].astype(np.int32)).astype(np.float32), exponents
 
 
-def _int8_parts(
+def _int8_rows(
     factors: Factors, scales: NDArray[np.float64], names: Sequence[str]
-) -> tuple[list[PackedPart], Factors, NDArray[np.float64], Factors]:
-    """Round all rows; returns the parts and, for the error, what was lost, the rows' weights and the rows."""
+) -> tuple[list[Rounded], Factors, Factors]:
+    """Round all rows; returns each module's and, for the error, what was lost and the rows it was lost from."""
     (a, a_exponents), (b, b_exponents) = _normal(factors.a, always=False), _normal(factors.b, always=False)
     a_values, a_steps = round_int8(a)
     b_values, b_steps = round_int8(b)
     weights = np.ldexp(scales, a_exponents + b_exponents)
     with np.errstate(over="ignore"):
-        steps = (a_steps * b_steps * weights).astype(np.float32)
-        largest = steps * np.float32(INT8_MAX**2)
+        largest = (a_steps * b_steps * weights).astype(np.float32) * np.float32(INT8_MAX**2)
     if not np.isfinite(largest).all():
         raise _too_large(names[int(np.argmin(np.isfinite(largest).all(axis=1)))], FORMAT_INT8)
-    parts = [
-        PackedPart("int8", a.shape[1], step, "I8", one, other)
-        for step, one, other in zip(steps, a_values, b_values, strict=True)
-    ]
+    rows = [Rounded(*each) for each in zip(a_values, b_values, a_steps, b_steps, weights, strict=True)]
     off = Factors(
         a_values * a_steps[..., None].astype(np.float32) - a, b_values * b_steps[..., None].astype(np.float32) - b
     )
-    return parts, off, weights, Factors(a, b)
+    return rows, off, Factors(a, b)
+
+
+def _int8_part(rows: Rounded) -> PackedPart:
+    scale = (rows.a_steps * rows.b_steps * rows.weights).astype(np.float32)
+    return PackedPart("int8", len(scale), scale, "I8", rows.a, rows.b)
 
 
 def _candidates(stack: _Stack) -> Iterator[tuple[int, list[Candidate]]]:
@@ -173,10 +180,10 @@ def _split(factors: Factors, num_int8: int, names: Sequence[str]) -> list[Candid
     if num_int8:
         leading = Factors(factors.a[:, :num_int8], factors.b[:, :num_int8])
         ones = np.ones(leading.a.shape[:2])
-        parts8, off8, weights8, rows8 = _int8_parts(leading, ones, names)
-        made = [(first, *rest) for first, rest in zip(parts8, made, strict=True)]
+        rounded, off8, rows8 = _int8_rows(leading, ones, names)
+        made = [(_int8_part(first), *rest) for first, rest in zip(rounded, made, strict=True)]
         off, rows = _joined(off8, off), _joined(rows8, rows)
-        weights = np.concatenate([weights8, weights], axis=1)
+        weights = np.concatenate([np.stack([one.weights for one in rounded]), weights], axis=1)
     errors = relative_errors(rows, off, weights)
     return [Candidate(some, float(error)) for some, error in zip(made, errors, strict=True)]
 

@@ -37,6 +37,8 @@ class ClusterPlan:
     """Where the registry's probes and metrics are; 0 lets it pick a free port."""
     worker_admin_ports: tuple[int, ...] = ()
     """The same for each worker; those left out pick free ports."""
+    worker_options: tuple[str, ...] = ()
+    """What every worker is told besides, as on its command line."""
 
     @property
     def router(self) -> str:
@@ -99,7 +101,7 @@ class ClusterPlan:
                 ProcessSpec(
                     name=name,
                     role="worker",
-                    command=(*worker, *where, "--dtype", self.dtype, "--drain-notice-s", "0"),
+                    command=(*worker, *where, "--dtype", self.dtype, "--drain-notice-s", "0", *self.worker_options),
                     address=self.workers[index],
                     log_file=self.log_dir / f"{name}.log",
                     cwd=self.tree,

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -334,6 +335,7 @@ async def test_a_format_that_is_chosen_while_the_registry_repacks_is_kept(
 def test_only_an_older_packer_is_out_of_date():
     version = VersionRecord("v", "a", "b", "int4", 4, 1, ("q_proj",), 1, 7, "F16", 1, packer=1)
     assert outdated(version, "int8") is None
+    assert outdated(replace(version, format="int8"), "none") == "int8"  # its packer 2 adds corrections
     before_formats = VersionRecord("v", "a", "b", "none", 4, 1, ("q_proj",), 1, 7, "F16", 1)
     assert outdated(before_formats, "int8") == "int8"
     assert outdated(before_formats, "none") == "none"

@@ -112,6 +112,9 @@ async def test_a_complete_answer_is_measured_and_the_tiers_are_told_apart(base, 
     for name in ("time_to_first_token", "inter_token", "request"):
         assert seen[f"loraplex_worker_{name}_seconds_count"][()] == 3
         assert seen[f"loraplex_worker_{name}_seconds_sum"][()] > 0
+    slowest, all_steps = (seen[f"loraplex_worker_{name}"][()] for name in ("slowest_step_seconds", "step_seconds_sum"))
+    assert seen["loraplex_worker_step_seconds_count"][()] == 12  # one per token
+    assert all_steps / 12 <= slowest < all_steps
     assert seen["loraplex_rpc_requests_total"][("OK", "/loraplex.worker.v1.WorkerService/Generate")] == 3
     assert seen["loraplex_worker_engine_restarts_total"][()] == 0
 

@@ -69,10 +69,11 @@ class Lease:
 
 
 class AdapterStore:
-    """Owns one cache folder while `async with` lasts. `on_change` hears when a file comes, goes or is on its way.
+    """Owns one cache folder while `async with` lasts.
 
-    `is_on_device` tells whether an artifact is on the device: such a file is evicted last. Raises FailedPrecondition on
-    entering where another process owns the folder.
+    `on_change` hears the artifact digest of a file that comes, goes or is on its way. `is_on_device` tells whether an
+    artifact is on the device: such a file is evicted last. Raises FailedPrecondition on entering where another process
+    owns the folder.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class AdapterStore:
         source: ArtifactSource,
         *,
         budget_bytes: int,
-        on_change: Callable[[], None] = lambda: None,
+        on_change: Callable[[str], None] = lambda _: None,
         is_on_device: Callable[[str], bool] = lambda _: False,
         retry: RetryPolicy | None = None,
     ) -> None:
@@ -111,6 +112,8 @@ class AdapterStore:
             owned.callback(self._cancel_fetches)
             self._owned = owned.pop_all()
         log.info("adapters.cache_opened", adapters=len(self._cached), cached_bytes=self.cached_bytes)
+        for artifact_digest in self._cached:
+            self._on_change(artifact_digest)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -130,13 +133,14 @@ class AdapterStore:
         """Tell whether the artifact is on the disk (perhaps not verified yet)."""
         return artifact_digest in self._cached
 
-    def cached(self) -> dict[str, int]:
-        """Return {artifact digest: bytes} of all files."""
-        return {digest: entry.size_bytes for digest, entry in self._cached.items()}
+    def size_bytes(self, artifact_digest: str) -> int | None:
+        """Return the bytes of a file, or None where it is not on the disk."""
+        entry = self._cached.get(artifact_digest)
+        return None if entry is None else entry.size_bytes
 
-    def fetching(self) -> set[str]:
-        """Return the digests of artifacts on their way from the source."""
-        return {digest for digest in self._fetches if digest not in self._cached}
+    def is_fetching(self, artifact_digest: str) -> bool:
+        """Tell whether an artifact is on its way from the source."""
+        return artifact_digest in self._fetches and artifact_digest not in self._cached
 
     async def acquire(self, artifact_digest: str) -> Lease:
         """Return a lease on the verified file, fetching it if need be.
@@ -169,7 +173,7 @@ class AdapterStore:
                 raise RuntimeError("the store is used outside of `async with`")
             fetch = self._fetches[artifact_digest] = _Fetch(asyncio.get_running_loop().create_future())
             fetch.task = self._tasks.create_task(self._run(artifact_digest, fetch))
-            self._on_change()
+            self._on_change(artifact_digest)
         fetch.waiters += 1
         try:
             await asyncio.shield(fetch.done)
@@ -207,7 +211,7 @@ class AdapterStore:
         if self._fetches.get(artifact_digest) is fetch:
             del self._fetches[artifact_digest]
         self._freed.set()
-        self._on_change()
+        self._on_change(artifact_digest)
 
     async def _bring(self, artifact_digest: str, fetch: _Fetch) -> None:
         target = self._folder / artifact_digest
@@ -276,7 +280,7 @@ class AdapterStore:
         # On the event loop, and at once: on a thread it could delete a file that was fetched again meanwhile.
         self._cached.pop(artifact_digest, None)
         (self._folder / artifact_digest).unlink(missing_ok=True)
-        self._on_change()
+        self._on_change(artifact_digest)
 
     def _release(self, artifact_digest: str) -> None:
         self._users[artifact_digest] -= 1

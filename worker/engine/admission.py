@@ -91,7 +91,7 @@ class _Pass:
         ordered = list(islice(waiting.in_order(), lookahead))
         aged = [request for request in ordered if request.passed_over_s is not None and self._is_aged(request)]
         first = sorted(aged, key=lambda request: (request.passed_over_s or 0.0, request.sequence))
-        unused = [waiting.find(slot.request_id) for slot in self._memory.residency.idle() if not slot.uses]
+        unused = [waiting.find(slot.request_id) for slot in self._memory.residency.unused()]
         first += sorted([request for request in unused if request is not None], key=lambda request: request.sequence)
         if not first:
             return ordered

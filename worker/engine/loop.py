@@ -56,7 +56,7 @@ class EngineLoop:
     def run(self) -> None:
         """Serve until Shutdown or the mailbox's end. Raises EngineBroken, or MailboxBroken on a protocol error."""
         try:
-            self._tell([], stepped=False)
+            self._tell([])
             idle = True
             while True:
                 wait = idle or self._inbox.congested
@@ -82,16 +82,18 @@ class EngineLoop:
         self._take_loads()
         if self._inbox.congested:
             return True
-        schedule = self._scheduler.schedule(self._clock())
+        started = self._clock()
+        schedule = self._scheduler.schedule(started)
         for slot in schedule.evicted_slots:
             self._runner.release_adapter(slot)
         for placement in schedule.placements:
             self._loader.start(placement.slot, Path(placement.file.path), placement.chunk_ids)
-        outputs: list[Output] = []
-        if schedule.plan is not None:
-            outputs = self._step(schedule.plan)
-        self._tell(outputs, stepped=schedule.plan is not None)
-        return schedule.plan is None  # requests may wait for loads, whose end wakes the inbox
+        if schedule.plan is None:
+            self._tell([])
+            return True  # requests may wait for loads, whose end wakes the inbox
+        outputs = self._step(schedule.plan)
+        self._tell(outputs, step_s=self._clock() - started)
+        return False
 
     def _take_loads(self) -> None:
         for loaded in self._loader.completed():
@@ -112,7 +114,7 @@ class EngineLoop:
             self._failures += self._scheduler.fail_step(plan, STEP_FAILED)
             self._failed_steps += 1
             if self._failed_steps >= MAX_FAILED_STEPS:
-                self._tell([], stepped=True)
+                self._tell([], step_s=self._clock() - started)
                 raise EngineBroken(f"{self._failed_steps} steps in a row failed") from error
             return []
         self._failed_steps = 0
@@ -121,11 +123,13 @@ class EngineLoop:
             outputs = [output for output in outputs if output.request_id not in broken]
         return outputs
 
-    def _tell(self, outputs: list[Output], *, stepped: bool) -> None:
+    def _tell(self, outputs: list[Output], *, step_s: float | None = None) -> None:
         """Send one frame after a step, or when something changed without one."""
-        status = self._scheduler.status()
-        if not (stepped or self._failures or status != self._told):
+        status, changes = self._scheduler.status(), self._scheduler.take_adapter_changes()
+        if step_s is None and not (self._failures or changes or status != self._told):
             return
-        self._inbox.send(Step(self._scheduler.step, tuple(outputs), tuple(self._failures), status))
+        failures = tuple(self._failures)
+        told = (self._scheduler.step, tuple(outputs), failures, status, changes.adapters, changes.gone)
+        self._inbox.send(Step(*told, step_s or 0.0))
         self._failures.clear()
         self._told = status

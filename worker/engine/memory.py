@@ -18,7 +18,7 @@ from worker.engine.plan import AdapterLoad
 from worker.engine.prefix import PrefixCache
 from worker.engine.rates import StepRates
 from worker.engine.request import Request
-from worker.engine.residency import Placement, Residency, Slot
+from worker.engine.residency import Changes, Placement, Residency, Slot
 from worker.mailbox import AdapterFile
 
 
@@ -44,6 +44,10 @@ class Memory:
     def residency(self) -> Residency:
         """Which adapter is where; to be read only."""
         return self._residency
+
+    def take_adapter_changes(self) -> Changes:
+        """Return which adapters came, left or changed since the last call."""
+        return self._residency.take_changes()
 
     def take_evicted(self) -> tuple[int, ...]:
         """Return the slots whose adapters left since the last call: the runner must forget them first of all."""

@@ -42,6 +42,19 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
+class Changes:
+    """What has changed since the last time somebody asked, for status."""
+
+    adapters: tuple[AdapterOnDevice, ...] = ()
+    """Those that came or changed, as they are now."""
+    gone: tuple[str, ...] = ()
+    """Artifact digests of those that have left."""
+
+    def __bool__(self) -> bool:
+        return bool(self.adapters or self.gone)
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """A slot and chunks taken for an adapter that is to be loaded."""
 
@@ -57,10 +70,10 @@ class Residency:
         self._free = list(range(max_adapters - 1, -1, -1))
         self._by_digest: dict[str, Slot] = {}
         self._by_index: dict[int, Slot] = {}
-        self._idle: dict[str, Slot] = {}
+        self._unused: dict[str, Slot] = {}
+        self._changed: dict[str, None] = {}  # a set in the order of the first change
         self._idle_chunks = 0
         self._used_bytes = 0
-        self._view: tuple[AdapterOnDevice, ...] | None = ()
 
     @property
     def used_bytes(self) -> int:
@@ -85,9 +98,9 @@ class Residency:
         """Return a slot that holds an adapter, loading or resident."""
         return self._by_index[index]
 
-    def idle(self) -> Iterable[Slot]:
-        """Return the adapters that may leave."""
-        return self._idle.values()
+    def unused(self) -> Iterable[Slot]:
+        """Return the resident adapters that no request has used since they came."""
+        return self._unused.values()
 
     def take(self, file: AdapterFile, chunk_ids: tuple[int, ...], request_id: int, tenant: str, now: float) -> Slot:
         """Take a free slot for an adapter that has none and mark it as loading, for a request that waits for it."""
@@ -95,7 +108,7 @@ class Residency:
         self._by_digest[file.artifact_digest] = slot
         self._by_index[slot.index] = slot
         self._used_bytes += slot.device_bytes
-        self._view = None
+        self._note(slot)
         return slot
 
     def loaded(self, index: int, device_bytes: int, chunks_used: int, seconds: float) -> tuple[Slot, tuple[int, ...]]:
@@ -109,6 +122,7 @@ class Residency:
         slot.device_bytes = device_bytes
         slot.load_s = seconds
         slot.loading = False
+        self._unused[slot.file.artifact_digest] = slot
         self._became_idle(slot)
         return slot, left_over
 
@@ -122,7 +136,7 @@ class Residency:
         """Free the slot of an idle adapter."""
         if not slot.idle:
             raise ValueError(f"slot {slot.index} is in use")
-        del self._idle[slot.file.artifact_digest]
+        self._unused.pop(slot.file.artifact_digest, None)
         self._idle_chunks -= len(slot.chunk_ids)
         self._forget(slot)
 
@@ -132,11 +146,11 @@ class Residency:
         if slot.loading:
             raise ValueError(f"adapter {artifact_digest} is not resident yet")
         if not slot.in_flight:
-            del self._idle[artifact_digest]
+            self._unused.pop(artifact_digest, None)
             self._idle_chunks -= len(slot.chunk_ids)
         slot.in_flight += 1
         slot.uses += 1
-        self._view = None
+        self._note(slot)
         return slot.index
 
     def release(self, index: int) -> Slot:
@@ -147,17 +161,23 @@ class Residency:
         slot.in_flight -= 1
         if not slot.in_flight:
             self._became_idle(slot)
-        self._view = None
+        self._note(slot)
         return slot
 
-    def view(self) -> tuple[AdapterOnDevice, ...]:
-        """Return every adapter held or being loaded, for status; the same object until something changes."""
-        if self._view is None:
-            self._view = tuple(
-                AdapterOnDevice(slot.file.artifact_digest, slot.loading, slot.in_flight, slot.device_bytes)
-                for slot in sorted(self._by_digest.values(), key=lambda slot: slot.index)
-            )
-        return self._view
+    def take_changes(self) -> Changes:
+        """Return what has changed since the last call: this costs what has changed, not what is resident."""
+        slots = {digest: self._by_digest.get(digest) for digest in self._changed}
+        self._changed.clear()
+        return Changes(
+            tuple(
+                [
+                    AdapterOnDevice(digest, slot.loading, slot.in_flight, slot.device_bytes)
+                    for digest, slot in slots.items()
+                    if slot is not None
+                ]
+            ),
+            tuple([digest for digest, slot in slots.items() if slot is None]),
+        )
 
     def _loading(self, index: int) -> Slot:
         slot = self._by_index[index]
@@ -166,13 +186,15 @@ class Residency:
         return slot
 
     def _became_idle(self, slot: Slot) -> None:
-        self._idle[slot.file.artifact_digest] = slot
         self._idle_chunks += len(slot.chunk_ids)
-        self._view = None
+        self._note(slot)
 
     def _forget(self, slot: Slot) -> None:
         del self._by_digest[slot.file.artifact_digest]
         del self._by_index[slot.index]
         self._used_bytes -= slot.device_bytes
         self._free.append(slot.index)
-        self._view = None
+        self._note(slot)
+
+    def _note(self, slot: Slot) -> None:
+        self._changed[slot.file.artifact_digest] = None

@@ -29,7 +29,7 @@ from worker.engine.plan import (
 from worker.engine.prefix import chain_start
 from worker.engine.rates import StepRates
 from worker.engine.request import Request
-from worker.engine.residency import Placement
+from worker.engine.residency import Changes, Placement
 from worker.engine.waiting import WaitingQueue
 from worker.mailbox import EngineStatus, Failure, Output, Position, Submit
 
@@ -185,8 +185,12 @@ class Scheduler:
         self._answered(plan)
         return self.fail([s.request_id for s in plan.sequences if s.request_id in self._running], problem)
 
+    def take_adapter_changes(self) -> Changes:
+        """Return which adapters came, left or changed since the last call."""
+        return self._memory.take_adapter_changes()
+
     def status(self) -> EngineStatus:
-        """Return what the engine tells of itself."""
+        """Return what the engine tells of itself, but for its adapters."""
         arena = self._memory.arena
         queued = sum([request.uncomputed_tokens for request in self._running.values()])
         return EngineStatus(
@@ -196,7 +200,6 @@ class Scheduler:
             free_blocks=self._memory.available(),
             prefill_tokens_per_second=self._rates.prefill.tokens_per_second,
             decode_tokens_per_second=self._rates.decode.tokens_per_second,
-            adapters=self._memory.residency.view(),
             kv_blocks=arena.count(Use.KV),
             adapter_chunks=arena.count(Use.ADAPTER),
             prefix_blocks=arena.count(Use.IDLE_PREFIX),

@@ -12,23 +12,39 @@ from tests.worker_front import Merged
 from worker import status as module
 from worker.mailbox import AdapterOnDevice, EngineStatus, Ready
 from worker.messages import status_message
-from worker.status import AdapterStatus, State, StatusBoard, Tier, WorkerStatus, assemble, merge_adapters
+from worker.status import (
+    AdapterStatus,
+    AdapterTable,
+    State,
+    StatusBoard,
+    Tier,
+    WorkerStatus,
+    adapter_status,
+    assemble,
+)
 
 READY = Ready("cpu", "float32", 300, 256, 16, 64, 1000.0, 100.0, 8)
 
 
 def test_an_adapter_is_told_once_with_its_fastest_tier():
-    merged = merge_adapters(
-        cached={"disk": 1, "device": 2, "on its way up": 3},
-        fetching={"coming"},
-        in_flight={"coming": 2, "device": 1, "asked for": 1},
-        on_device=(
-            AdapterOnDevice("device", loading=False, in_flight=9, device_bytes=20),
-            AdapterOnDevice("on its way up", loading=True, in_flight=0, device_bytes=0),
-            AdapterOnDevice("evicted from disk", loading=False, in_flight=0, device_bytes=7),
-        ),
+    cached = {"disk": 1, "device": 2, "on its way up": 3}
+    in_flight = {"coming": 2, "device": 1, "asked for": 1}
+    on_device = {
+        "device": AdapterOnDevice("device", loading=False, in_flight=9, device_bytes=20),
+        "on its way up": AdapterOnDevice("on its way up", loading=True, in_flight=0, device_bytes=0),
+        "evicted from disk": AdapterOnDevice("evicted from disk", loading=False, in_flight=0, device_bytes=7),
+    }
+    table = AdapterTable(
+        lambda digest: adapter_status(
+            digest,
+            cached_bytes=cached.get(digest),
+            fetching=digest == "coming",
+            in_flight=in_flight.get(digest, 0),
+            held=on_device.get(digest),
+        )
     )
-    assert merged == {
+    table.touch(["coming", "nowhere", *cached, *in_flight, *on_device])
+    assert table.view() == {
         "disk": AdapterStatus("disk", Tier.DISK, loading=False, in_flight=0, artifact_bytes=1),
         "device": AdapterStatus("device", Tier.DEVICE, loading=False, in_flight=1, artifact_bytes=2),
         "on its way up": AdapterStatus("on its way up", Tier.DISK, loading=True, in_flight=0, artifact_bytes=3),
@@ -36,6 +52,33 @@ def test_an_adapter_is_told_once_with_its_fastest_tier():
         "asked for": AdapterStatus("asked for", Tier.SOURCE, loading=False, in_flight=1, artifact_bytes=0),
         "evicted from disk": AdapterStatus("evicted from disk", Tier.DEVICE, False, 0, 7),
     }
+
+
+def test_the_table_looks_up_what_was_touched_alone_and_what_it_showed_stays():
+    truth = {name: AdapterStatus(name, Tier.DISK, False, 0, 5) for name in "abc"}
+    asked = []
+
+    def look_up(digest):
+        asked.append(digest)
+        return truth.get(digest)
+
+    table = AdapterTable(look_up)
+    table.touch("abc")
+    before = table.view()
+    assert table.view() is before
+    asked.clear()
+    truth["a"] = AdapterStatus("a", Tier.DEVICE, False, 1, 5)
+    del truth["b"]
+    assert table.view() is before
+    table.touch("abc")
+    after = table.view()
+    assert sorted(asked) == ["a", "b", "c"]
+    assert (after, set(before)) == (truth, {"a", "b", "c"})
+    assert after["c"] is before["c"]
+    table.touch("c")
+    asked.clear()
+    table.view()
+    assert asked == ["c"]
 
 
 def whole(engine: EngineStatus | None, *, active: int = 0, unseen: int = 0, ready: Ready | None = READY):
@@ -46,7 +89,7 @@ def whole(engine: EngineStatus | None, *, active: int = 0, unseen: int = 0, read
 
 
 def test_what_the_engine_does_not_run_is_waiting():
-    status = whole(EngineStatus(3, 1, 40, 5, 900.0, 90.0, ()), active=7, unseen=10)
+    status = whole(EngineStatus(3, 1, 40, 5, 900.0, 90.0), active=7, unseen=10)
     assert (status.running_requests, status.waiting_requests, status.queued_prefill_tokens) == (3, 4, 50)
     assert (status.prefill_tokens_per_second, status.free_blocks) == (900.0, 5)
 
@@ -59,7 +102,6 @@ def test_memory_is_told_by_use_and_empty_without_an_engine():
         5,
         900.0,
         90.0,
-        (),
         kv_blocks=7,
         adapter_chunks=3,
         prefix_blocks=2,
@@ -72,7 +114,7 @@ def test_memory_is_told_by_use_and_empty_without_an_engine():
 
 
 def test_requests_that_the_engine_has_yet_to_drop_do_not_make_a_negative_queue():
-    assert whole(EngineStatus(3, 0, 0, 5, 900.0, 90.0, ()), active=1).waiting_requests == 0
+    assert whole(EngineStatus(3, 0, 0, 5, 900.0, 90.0), active=1).waiting_requests == 0
 
 
 def test_before_the_engines_first_report_its_calibration_counts():

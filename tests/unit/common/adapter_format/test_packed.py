@@ -131,6 +131,8 @@ PAIR = [
         ("{", PAIR),
         ("[]", PAIR),
         ({**GOOD, "packer": 2}, PAIR),
+        ({**GOOD, "packer": 0}, PAIR),
+        ({**GOOD, "packer": "1"}, PAIR),
         ({**GOOD, "format": "int8"}, PAIR),
         ({key: value for key, value in GOOD.items() if key != "base_digest"}, PAIR),
         ({**GOOD, "modules": {}}, PAIR),
@@ -177,6 +179,13 @@ def test_a_module_of_two_parts_is_read_back(tmp_path):
     assert second.b_scale is not None
     assert (second.a_scale.dtype.name, second.b_scale.dtype.name) == ("float16", "float32")
     assert not second.a.flags.writeable
+
+
+@pytest.mark.parametrize("packer", [1, 2])
+def test_what_an_older_packer_wrote_is_read_until_it_is_packed_again(tmp_path, packer):
+    header = {**MIXED, "format": "int8", "packer": packer, "modules": {NAME: {"rank": 1}}}
+    parts = {name: part for name, part in PARTS.items() if ".q8" in name}
+    assert open_packed(packed_bytes(tmp_path / "old", header, stored(parts))).modules[0].rank == 1
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from bench.quantization import read_folder
 from common.adapter_format.choice import INT4_BYTES, estimated_bytes
+from common.adapter_format.corrections import INT8_ERROR, max_corrections
 from common.adapter_format.packed import PackedAdapter, PackedModule, module_tensors, open_packed, pack, version_digest
 from common.adapter_format.parts import dequantize
 from common.adapter_format.quantize import Quantized, quantize
@@ -48,7 +49,7 @@ def round_trip(quantized: Quantized, file: Path) -> PackedAdapter:
     return open_packed(file)
 
 
-@pytest.mark.parametrize(("form", "bound"), [("int8", 0.016), ("int4", 0.25)])
+@pytest.mark.parametrize(("form", "bound"), [("int8", 0.012), ("int4", 0.25)])
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 20), WIDTHS, WIDTHS, st.integers(0, 2**32), st.floats(1e-6, 1e6))
 def test_random_modules_keep_to_the_bound_and_errors_are_exact(
@@ -58,7 +59,8 @@ def test_random_modules_keep_to_the_bound_and_errors_are_exact(
     quantized = quantize(adapter_of(module), form)
     opened = round_trip(quantized, tmp_path_factory.getbasetemp() / "quantized")
     assert (opened.format, opened.version_digest) == (form, quantized.adapter.version_digest)
-    assert (opened.modules[0].rank, opened.modules[0].in_features) == (rank, inner)
+    assert opened.modules[0].in_features == inner
+    assert 0 <= opened.modules[0].rank - rank <= (max_corrections(rank) if form == "int8" else 0)
     error = measured(module, opened.modules[0])
     assert error <= bound
     assert quantized.errors[0] == pytest.approx(error, rel=1e-3)
@@ -84,7 +86,7 @@ def test_rows_of_very_different_sizes_and_zero_rows_keep_to_it_too(form, rank, a
         return
     quantized = quantize(adapter_of(changed), form)
     error = measured(changed, quantized.adapter.modules[0])
-    assert error <= (0.016 if form == "int8" else 0.3)
+    assert error <= (0.012 if form == "int8" else 0.3)
     assert quantized.errors[0] == pytest.approx(error, rel=1e-3)
 
 
@@ -100,6 +102,36 @@ def test_extreme_values_survive_where_their_product_is_a_number(form, a_size, b_
     error = float(np.linalg.norm(weight(quantized.adapter.modules[0]) - exact) / np.linalg.norm(exact))
     assert error < 0.15
     assert quantized.errors[0] == pytest.approx(error, abs=1e-3)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4, 8])
+def test_int8_loses_no_more_than_promised_in_any_of_many_random_modules(rank):
+    # As wide as down_proj of SmolLM2-135M, whose largest values lie furthest from the others.
+    quantized = quantize(adapter_of(*(random_module(rank, 1536, 576, at, at=at) for at in range(200))), "int8")
+    assert max(quantized.errors) <= INT8_ERROR
+    added = sum(module.rank - rank for module in quantized.adapter.modules)
+    assert added <= (20 if rank < 8 else 0)  # of 200 modules
+
+
+@pytest.mark.parametrize("factor", ["A", "B"])
+@pytest.mark.parametrize("rank", [1, 16])
+def test_a_row_with_an_outlier_gets_a_correction_and_the_error_told_is_that_of_both(rank, factor, tmp_path):
+    module = random_module(rank, 512, 512, 0)
+    a, b = module.a.copy(), module.b.copy()
+    row = a[rank // 2] if factor == "A" else b[:, rank // 2]
+    row *= 8
+    row[7] = 12 * np.abs(row).max()
+    wide = PackedModule(module.name, rank, module.scale, "F32", a, b)
+    quantized = quantize(adapter_of(wide), "int8")
+    (stored,) = round_trip(quantized, tmp_path / "q").modules
+    assert stored.rank == rank + 1
+    assert measured(wide, stored) <= INT8_ERROR
+    assert quantized.errors[0] == pytest.approx(measured(wide, stored), rel=1e-3)
+    (part,) = stored.parts
+    a_rows, b_rows = dequantize(part)
+    alone = b_rows[:, :rank].astype(np.float64) @ a_rows[:rank]
+    exact = weight(wide)
+    assert np.linalg.norm(alone - exact) / np.linalg.norm(exact) > INT8_ERROR  # it was needed
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])

@@ -51,6 +51,12 @@ def make_plan(folder: Path, **sources: str) -> ClusterPlan:
     )
 
 
+def test_workers_are_told_what_else_the_plan_says(tmp_path):
+    plan = replace(make_plan(tmp_path), worker_options=("--max-resident-adapters", "1"))
+    with_options = [spec.role for spec in plan.specs() if spec.command[-2:] == ("--max-resident-adapters", "1")]
+    assert with_options == ["worker", "worker"]
+
+
 def test_the_plan_follows_the_services_command_lines(tmp_path):
     plan = make_plan(tmp_path)
     registry, first, second, router = plan.specs()

@@ -132,7 +132,7 @@ async def test_a_fetch_nobody_waits_for_is_cancelled_and_leaves_nothing(tmp_path
         for waiter in waiters:
             waiter.cancel()
         await until(lambda: source.open_now == 0 and not leftovers(tmp_path))
-        assert store.fetching() == set()
+        assert not store.is_fetching(digest)
         source.gate.set()
         await store.acquire(digest)
         assert source.opened[digest] == 2
@@ -253,7 +253,7 @@ async def test_leftovers_are_thrown_away_at_the_start(tmp_path, source):
     (tmp_path / "artifacts" / "notes.txt").write_bytes(b"x")
     async with a_store(tmp_path, source) as store:
         assert leftovers(tmp_path) == []
-        assert store.cached() == {}
+        assert store.cached_bytes == 0
 
 
 async def test_the_least_recently_used_idle_file_makes_room(tmp_path, source):
@@ -382,7 +382,7 @@ async def test_churn_keeps_to_the_budget_and_never_serves_wrong_bytes(tmp_path, 
         async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
             for _ in range(6):
                 tasks.create_task(user())
-        assert set(store.cached()) == files(tmp_path)
+        assert set(store._cached) == files(tmp_path)
         assert not store._users
         assert not store._fetches
     assert leftovers(tmp_path) == []

@@ -9,6 +9,7 @@ from pathlib import Path
 from worker.mailbox import (
     Abort,
     AdapterFile,
+    AdapterOnDevice,
     Failure,
     FromEngine,
     Output,
@@ -29,6 +30,7 @@ class Client:
         self.steps: list[Step] = []
         self.outputs: dict[int, list[Output]] = {}
         self.failures: dict[int, Failure] = {}
+        self.adapters: dict[str, AdapterOnDevice] = {}
 
     def send(self, message: ToEngine) -> None:
         self.socket.sendall(encode(message))
@@ -58,6 +60,9 @@ class Client:
         message = decode_from_engine(self._exactly(int.from_bytes(self._exactly(4), "little")))
         if isinstance(message, Step):
             self.steps.append(message)
+            self.adapters |= {adapter.artifact_digest: adapter for adapter in message.adapters}
+            for digest in message.gone:
+                del self.adapters[digest]
             for output in message.outputs:
                 self.outputs.setdefault(output.request_id, []).append(output)
             for failure in message.failures:

@@ -10,9 +10,9 @@ from worker.engine.config import EngineConfig
 from worker.engine.plan import StepPlan
 from worker.engine.rates import StepRates
 from worker.engine.refusal import STEP_FAILED, Problem
-from worker.engine.residency import Placement
+from worker.engine.residency import Placement, Residency
 from worker.engine.scheduler import Scheduler
-from worker.mailbox import AdapterFile, Failure, Output, Sampling, Submit
+from worker.mailbox import AdapterFile, AdapterOnDevice, Failure, Output, Sampling, Submit
 
 CONFIG = EngineConfig(
     vocab_size=256,
@@ -26,6 +26,16 @@ CONFIG = EngineConfig(
     max_adapter_wait_s=2.0,
 )
 LOAD_FAILURE = Problem("CORRUPT_ARTIFACT", "the adapter's file is damaged", {"tensor": "x"})
+
+
+def on_device(residency: Residency) -> dict[str, AdapterOnDevice]:
+    """What the slots hold or are loading, by artifact digest."""
+    return {
+        slot.file.artifact_digest: AdapterOnDevice(
+            slot.file.artifact_digest, slot.loading, slot.in_flight, slot.device_bytes
+        )
+        for slot in residency._by_index.values()
+    }
 
 
 class Driver:
@@ -48,6 +58,7 @@ class Driver:
         self.loading: dict[int, Placement] = {}
         self.started_loads: list[str] = []
         self.prompts: dict[int, tuple[int, ...]] = {}
+        self._told: dict[str, AdapterOnDevice] = {}
         self.adapters: dict[int, AdapterFile | None] = {}
         self.tokens: dict[int, list[int]] = {}
         self.first_step: dict[int, int] = {}
@@ -62,6 +73,14 @@ class Driver:
         if not path.exists():
             path.write_bytes(name.encode())
         return AdapterFile(name, str(path), size or len(name))
+
+    def told(self) -> dict[str, AdapterOnDevice]:
+        """The adapters as the front end knows them, who has heard of all changes."""
+        changes = self.scheduler.take_adapter_changes()
+        self._told |= {adapter.artifact_digest: adapter for adapter in changes.adapters}
+        for digest in changes.gone:
+            self._told.pop(digest, None)
+        return self._told
 
     def submit(
         self,

@@ -281,7 +281,7 @@ def test_status_tells_the_adapters(drive: Drive) -> None:
     driver.step()
     driver.finish_load(0)
     driver.step()
-    told = {a.artifact_digest: (a.loading, a.in_flight, a.device_bytes) for a in driver.scheduler.status().adapters}
+    told = {digest: (a.loading, a.in_flight, a.device_bytes) for digest, a in driver.told().items()}
     assert told == {"a": (False, 1, 1), "bb": (True, 0, 100)}
 
 

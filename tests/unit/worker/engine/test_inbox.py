@@ -23,7 +23,7 @@ from worker.mailbox import (
     encode,
 )
 
-STATUS = EngineStatus(0, 0, 0, 1, 1.0, 1.0, ())
+STATUS = EngineStatus(0, 0, 0, 1, 1.0, 1.0)
 SUBMIT = Submit(7, tuple(range(300)), Sampling(logit_bias=((3, 0.5),)), None, "default", 1.5)
 
 

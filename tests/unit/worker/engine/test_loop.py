@@ -115,7 +115,7 @@ def test_mixed_requests_stream_their_tokens_one_frame_per_step(start: Start, ada
     assert stepped == sorted(set(stepped))
     last = client.steps[-1].status
     assert (last.running_requests, last.waiting_requests, last.free_blocks) == (0, 0, 64)
-    assert [a.in_flight for a in last.adapters] == [0, 0]
+    assert [a.in_flight for a in client.adapters.values()] == [0, 0]
 
 
 def test_a_refused_request_gets_its_failure_without_a_step(start: Start) -> None:
@@ -124,6 +124,15 @@ def test_a_refused_request_gets_its_failure_without_a_step(start: Start) -> None
     client.read_until_ended(1)
     assert client.failures[1].reason == "EMPTY_PROMPT"
     assert client.steps[-1].step == 0
+
+
+def test_a_frame_tells_what_its_step_took_and_nothing_where_there_was_none(start: Start) -> None:
+    client = start(FakeRunner(step_s=0.02)).client
+    client.submit(1, ())
+    client.submit(2, max_tokens=3)
+    client.read_until_ended(1, 2)
+    assert all((step.seconds >= 0.02) == bool(step.outputs) for step in client.steps)
+    assert all(step.seconds == 0 for step in client.steps if not step.outputs)
 
 
 def test_a_request_that_waits_for_another_s_end_starts_without_a_message(start: Start) -> None:
@@ -154,7 +163,7 @@ def test_others_run_while_an_adapter_loads_and_its_change_is_told_when_idle(star
     client.submit(1, adapter=adapter("slow"))
     client.submit(2)
     client.read_until_ended(2)
-    (told,) = client.steps[-1].status.adapters
+    (told,) = client.adapters.values()
     assert told.loading
     assert 1 not in client.outputs
     gate.set()
@@ -165,18 +174,33 @@ def test_others_run_while_an_adapter_loads_and_its_change_is_told_when_idle(star
     assert timing.adapter_load_s > 0
 
 
+def test_a_frame_tells_of_the_adapters_that_changed_alone(start: Start, adapter: Make) -> None:
+    client = start(max_resident_adapters=20).client
+    names = [f"adapter {number}" for number in range(20)]
+    for number, name in enumerate(names):
+        client.submit(number, adapter=adapter(name), max_tokens=2)
+    client.read_until_ended(*range(20))
+    assert sorted(client.adapters) == sorted(names)
+    at = len(client.steps)
+    client.submit(20, adapter=adapter("adapter 7"), max_tokens=5)
+    client.read_until_ended(20)
+    told = [[a.artifact_digest for a in step.adapters] for step in client.steps[at:]]
+    assert set(map(tuple, told)) == {("adapter 7",), ()}
+    assert told.count(["adapter 7"]) == 2  # taken, and given back
+
+
 def test_an_abort_during_a_load_leaves_the_adapter_for_later(start: Start, adapter: Make) -> None:
     gate = threading.Event()
     client = start(FakeRunner(load_gate=gate)).client
     path = adapter("slow")
     client.submit(1, adapter=path)
-    while not (client.steps and client.steps[-1].status.adapters):
+    while not client.adapters:
         client.read()
     client.abort(1)
     while client.steps[-1].status.waiting_requests:
         client.read()
     gate.set()
-    while client.steps[-1].status.adapters[0].loading:
+    while client.adapters[path.name].loading:
         client.read()
     client.submit(2, adapter=path)
     client.read_until_ended(2)
@@ -200,7 +224,7 @@ def test_an_abort_frees_everything_within_a_step(start: Start, adapter: Make) ->
     # The frames between are those already under way: the step running at the abort and what the socket held.
     assert len(client.steps) - at <= 3
     status = client.steps[-1].status
-    assert (status.free_blocks, status.adapters[0].in_flight) == (64, 0)
+    assert (status.free_blocks, client.adapters["a"].in_flight) == (64, 0)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +242,7 @@ def test_an_adapter_that_cannot_be_loaded_fails_its_requests_alone(
     client.read_until_ended(1, 2)
     assert client.failures[1].reason == reason
     assert client.tokens(2) == expected_tokens((5, 6, 7), 4, adapter=b"good")
-    assert [a.artifact_digest for a in client.steps[-1].status.adapters] == ["good"]
+    assert list(client.adapters) == ["good"]
 
 
 def test_a_step_that_raises_fails_its_requests_and_the_engine_goes_on(start: Start) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.worker.engine.driver import CONFIG
+from tests.unit.worker.engine.driver import CONFIG, on_device
 from worker.engine.memory import Memory
 from worker.engine.plan import AdapterLoad
 from worker.engine.rates import StepRates
@@ -45,7 +45,7 @@ def use(memory: Memory, digest: str) -> None:
 
 
 def held(memory: Memory) -> set[str]:
-    return {adapter.artifact_digest for adapter in memory.residency.view()}
+    return set(on_device(memory.residency))
 
 
 @pytest.mark.parametrize(("size", "chunks"), [(1, 2), (10, 2), (11, 3), (95, 11)])

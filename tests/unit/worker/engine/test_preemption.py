@@ -149,13 +149,13 @@ def test_what_is_aborted_while_a_step_runs_is_freed_after_it(drive: Drive) -> No
     held = driver.scheduler.status().kv_blocks
     driver.abort(gone)
     status = driver.scheduler.status()
-    assert (status.kv_blocks, status.adapters[0].in_flight, status.running_requests) == (held, 1, 1)
+    assert (status.kv_blocks, driver.told()["a"].in_flight, status.running_requests) == (held, 1, 1)
     with pytest.raises(ValueError, match="not been answered"):
         driver.scheduler.schedule(driver.now)
     outputs = driver.scheduler.update(plan, driver.runner.execute(plan), 0.01, driver.now)
     assert [output.request_id for output in outputs] == [stays]
     status = driver.scheduler.status()
-    assert (status.kv_blocks, status.adapters[0].in_flight) == (held - 1, 0)
+    assert (status.kv_blocks, driver.told()["a"].in_flight) == (held - 1, 0)
     following = driver.step()
     assert following is not None
     assert following.ended_request_ids == (gone,)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.fake_runner import expected_tokens
-from tests.unit.worker.engine.driver import Driver
+from tests.unit.worker.engine.driver import Driver, on_device
 from worker.engine.arena import Use
 
 SIZES = {"a": 10, "b": 20, "c": 30, "d": 10, "e": 40, "f": 50}
@@ -41,10 +41,12 @@ def check_ownership(driver: Driver) -> None:
     )
     assert all(arena._references[block] == count for block, count in kv.items())
     assert len(running) <= config.max_running_requests
-    assert residency.free_slots + len(residency.view()) == config.max_resident_adapters
-    assert residency.used_bytes == sum(a.device_bytes for a in residency.view())
+    assert residency.free_slots + len(on_device(residency)) == config.max_resident_adapters
+    assert residency.used_bytes == sum(a.device_bytes for a in on_device(residency).values())
     assert residency.idle_chunks == sum(len(slot.chunk_ids) for slot in residency._by_index.values() if slot.idle)
-    for adapter in residency.view():
+    assert driver.told() == on_device(residency)
+    assert set(residency.unused()) == {slot for slot in residency._by_index.values() if slot.idle and not slot.uses}
+    for adapter in on_device(residency).values():
         slot = residency.find(adapter.artifact_digest)
         assert slot is not None
         users = [r for r in running if r.adapter_slot == slot.index]
@@ -130,7 +132,7 @@ class Engine(RuleBasedStateMachine):
         check_ownership(self.driver)
         residency = self.driver.scheduler._memory.residency
         assert residency.used_bytes <= 60
-        for adapter in residency.view():
+        for adapter in on_device(residency).values():
             slot = residency.find(adapter.artifact_digest)
             assert slot is not None
             assert adapter.loading == (slot.index in self.driver.loading)
@@ -152,7 +154,7 @@ class Engine(RuleBasedStateMachine):
             status = driver.scheduler.status()
             assert (status.running_requests, status.waiting_requests, status.queued_prefill_tokens) == (0, 0, 0)
             assert status.free_blocks == driver.config.total_blocks
-            assert not any(adapter.in_flight or adapter.loading for adapter in status.adapters)
+            assert not any(adapter.in_flight or adapter.loading for adapter in driver.told().values())
             check_answers(driver)
             driver.submit()
             driver.run_until_idle()  # also tells the runner of the last ends

@@ -1,0 +1,55 @@
+"""Private clusters to measure: registry, worker and router on free ports, with adapters registered, gone afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from bench.record import TREE
+from loraplex.cli.base_source import Base
+from loraplex.cli.board import LineBoard
+from loraplex.cli.bring_up import bring_up
+from loraplex.cli.cluster import ClusterPlan, running
+from loraplex.cli.ports import claim_ports
+from loraplex.client import AsyncClient
+
+_READY_S: Final = 600.0  # kernels may have to be compiled
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A running cluster: its OpenAI-compatible front, its worker's admin port, and what it serves."""
+
+    url: str
+    worker_admin: str
+    base: str
+    adapters: tuple[str, ...]
+
+
+@asynccontextmanager
+async def serving(
+    base: Base, adapters: Sequence[Path], state_dir: Path, *, dtype: str, worker_options: Sequence[str] = ()
+) -> AsyncIterator[Served]:
+    """Run a cluster with one worker, which serves the base and the PEFT folders `adapters`."""
+    router, http, registry, worker, admin = claim_ports("127.0.0.1", [("the benchmark", "--port", 0)] * 5)
+    plan = ClusterPlan(
+        tree=TREE,
+        state_dir=state_dir,
+        base_folder=base.folder,
+        dtype=dtype,
+        host="127.0.0.1",
+        router_port=router,
+        http_port=http,
+        registry_port=registry,
+        worker_ports=(worker,),
+        worker_admin_ports=(admin,),
+        worker_options=tuple(worker_options),
+    )
+    board = LineBoard()
+    async with running(plan, board.update) as cluster, AsyncClient(plan.router, plan.registry) as client:
+        await bring_up(plan, cluster, client, base, list(adapters), board.say, timeout_s=_READY_S)
+        names = tuple(folder.name for folder in adapters)
+        yield Served(plan.http, plan.admin["worker-0"], base.base_id, names)
