@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.kernels.cpu.attention import ROWS_AT_ONCE
+from worker.kernels.cpu.elementwise import rows_at_once
 from worker.kernels.cpu.linear import LINEAR_OUTPUTS
 from worker.kernels.cpu.lora import LORA_ROWS_AT_ONCE
 from worker.kernels.cpu.pool import Pool
@@ -89,19 +90,19 @@ class CpuStep:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See StepKernels."""
         out = self._room(*x.shape)
-        self._note(Op.RMS_NORM, len(x), self._at(x), *x.shape, self._at(weight), _bits(eps), self._at(out))
+        self._note(Op.RMS_NORM, _row_tasks(x), self._at(x), *x.shape, self._at(weight), _bits(eps), self._at(out))
         return out
 
     def add_rms_norm(self, residual: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See StepKernels."""
         out = self._room(*residual.shape)
         rest = (self._at(weight), _bits(eps), self._at(out), self._at(delta))
-        self._note(Op.ADD_RMS_NORM, len(residual), self._at(residual), *residual.shape, *rest)
+        self._note(Op.ADD_RMS_NORM, _row_tasks(residual), self._at(residual), *residual.shape, *rest)
         return out
 
     def add(self, residual: Tensor, delta: Tensor) -> None:
         """See StepKernels."""
-        self._note(Op.ADD, len(residual), self._at(residual), *residual.shape, self._at(delta))
+        self._note(Op.ADD, _row_tasks(residual), self._at(residual), *residual.shape, self._at(delta))
 
     def attention(self, qkv: Tensor, layer: int, qk_norm: Tensor | None, eps: float) -> Tensor:
         """See StepKernels."""
@@ -110,7 +111,7 @@ class CpuStep:
         norm = (0, 0) if qk_norm is None else (self._at(qk_norm), len(qk_norm))
         cos, sin = self._kernels.cos, self._kernels.sin
         tables = (self._at(cos), self._at(sin), len(cos))
-        self._note(Op.ROTATE_AND_STORE, len(qkv), *common, *norm, _bits(eps), *tables, self._slots)
+        self._note(Op.ROTATE_AND_STORE, _row_tasks(qkv), *common, *norm, _bits(eps), *tables, self._slots)
         heads, kv_heads, dim = self._heads
         out = self._room(len(qkv), heads * dim)
         self._note(Op.ATTEND, self._seen[-1] * kv_heads, *common, *self._seen, self._at(out))
@@ -119,7 +120,7 @@ class CpuStep:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See StepKernels."""
         out = self._room(len(gate_up), gate_up.shape[1] // 2)
-        self._note(Op.SILU_MUL, len(out), self._at(gate_up), *out.shape, self._at(out))
+        self._note(Op.SILU_MUL, _row_tasks(out), self._at(gate_up), *out.shape, self._at(out))
         return out
 
     def lora_add(self, y: Tensor, x: Tensor, layer: int, site: Site) -> None:
@@ -159,6 +160,11 @@ class CpuStep:
             self.finish()
 
 
+def _row_tasks(rows: Tensor) -> int:
+    """Return how many tasks compute so many rows of so many numbers, each on its own."""
+    return -(-len(rows) // int(rows_at_once(rows.shape[1])))
+
+
 def _bits(value: float) -> int:
     """Return a number's bits, as a program carries it."""
     return int(struct.unpack("q", struct.pack("d", value))[0])
@@ -194,9 +200,13 @@ def _adapter_items(requests: Sequence[Rows]) -> tuple[NDArray[np.int64], list[Pl
         else:
             adapters.append(request.adapter)
             ends.append([request.start, end])
-    items = [
-        (index, first, min(LORA_ROWS_AT_ONCE, end - first))
-        for index, (start, end) in enumerate(ends)
-        for first in range(start, end, LORA_ROWS_AT_ONCE)
-    ]
+    items = []
+    for index, (start, end) in enumerate(ends):
+        first = start
+        while first < end:
+            left = end - first
+            # Seven or eight are better shared by two threads than split into many and few.
+            count = left // 2 if left in (7, 8) else min(left, LORA_ROWS_AT_ONCE)
+            items.append((index, first, count))
+            first += count
     return np.array(items, dtype=np.int64), adapters
