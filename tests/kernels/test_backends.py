@@ -53,7 +53,7 @@ def both(backend: Backend, compute: Callable[[Backend, StepKernels], Tensor], ro
     results = []
     for one in (backend, ReferenceBackend()):
         arena = make_arena(SMALL)
-        step = one.bind(arena, COS, SIN).step(batch_of([(0, 1)] * rows, {}, [-1] * rows))
+        step = one.bind(arena, COS, SIN).step(batch_of([(0, rows)], {}, [-1]))
         result = compute(one, step)
         step.finish()
         results.append(result)
@@ -87,29 +87,31 @@ def test_embed(kind: str) -> None:
     assert torch.equal(exact, expected)
 
 
-@pytest.mark.parametrize("rows", [1, 9])
-def test_rms_norm(backend: Backend, rows: int) -> None:
-    x, weight = randn(rows, 64) * 3, randn(64, seed=1)
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (9, 64), (200, 64), (9, 2100), (3, 5000)])
+def test_rms_norm(backend: Backend, rows: int, width: int) -> None:
+    x, weight = randn(rows, width) * 3, randn(width, seed=1)
     assert_close(*both(backend, lambda _, step: step.rms_norm(x, weight, 1e-5), rows))
 
 
-def test_add_rms_norm_and_add(backend: Backend) -> None:
-    weight, delta = randn(64, seed=1), randn(5, 64, seed=2)
+@pytest.mark.parametrize("rows", [5, 200])
+def test_add_rms_norm_and_add(backend: Backend, rows: int) -> None:
+    weight, delta = randn(64, seed=1), randn(rows, 64, seed=2)
 
     def compute(_: Backend, step: StepKernels) -> Tensor:
-        residual = randn(5, 64)
+        residual = randn(rows, 64)
         normed = step.add_rms_norm(residual, delta, weight, 1e-5)
         step.add(residual, normed)
         return residual
 
-    assert_close(*both(backend, compute, 5))
+    assert_close(*both(backend, compute, rows))
 
 
-def test_silu_mul(backend: Backend) -> None:
+@pytest.mark.parametrize("rows", [7, 290])
+def test_silu_mul(backend: Backend, rows: int) -> None:
     def gate_up() -> Tensor:
-        return torch.cat([randn(6, 48) * 4, torch.tensor([[-100.0, 100.0, 0.0] * 16])])
+        return torch.cat([randn(rows - 1, 48) * 4, torch.tensor([[-100.0, 100.0, 0.0] * 16])])
 
-    assert_close(*both(backend, lambda _, step: step.silu_mul(gate_up()), 7))
+    assert_close(*both(backend, lambda _, step: step.silu_mul(gate_up()), rows))
 
 
 def test_largest(backend: Backend) -> None:
@@ -141,6 +143,7 @@ LENGTHS = {
     "at the bounds of blocks": [(15, 1), (16, 1), (17, 1), (0, 1)],
     "long and short": [(3, 1), (100, 1), (250, 1), (31, 1)],
     "prompts, chunks and decodes": [(0, 33), (7, 20), (16, 16), (40, 1), (5, 1)],
+    "around the end of a piece": [(285, 4), (254, 3)],
 }
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.kernels.cpu.attention import ROWS_AT_ONCE
+from worker.kernels.cpu.elementwise import rows_at_once
 from worker.kernels.cpu.linear import pack_linear, packed_kind, panels_per_task
 from worker.kernels.cpu.lora import LORA_ROWS_AT_ONCE
 from worker.kernels.cpu.panels import LANES
@@ -140,7 +141,7 @@ class CpuStep:
         known, out = self._recorder.result((Op.RMS_NORM,), _shape(x), x, weight)
         if not known:
             sides = (x.data_ptr(), *x.shape, weight.data_ptr(), _bits(eps), out.data_ptr())
-            self._recorder.note(Op.RMS_NORM, len(x), *sides)
+            self._recorder.note(Op.RMS_NORM, _row_tasks(*_shape(x)), *sides)
         return out
 
     def add_rms_norm(self, residual: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -149,13 +150,14 @@ class CpuStep:
         known, out = self._recorder.result((Op.ADD_RMS_NORM,), shape, residual, delta, weight)
         if not known:
             rest = (weight.data_ptr(), _bits(eps), out.data_ptr(), delta.data_ptr())
-            self._recorder.note(Op.ADD_RMS_NORM, len(residual), residual.data_ptr(), *shape, *rest)
+            self._recorder.note(Op.ADD_RMS_NORM, _row_tasks(*shape), residual.data_ptr(), *shape, *rest)
         return out
 
     def add(self, residual: Tensor, delta: Tensor) -> None:
         """See StepKernels."""
         if not self._recorder.change((Op.ADD,), residual, delta):
-            self._recorder.note(Op.ADD, len(residual), residual.data_ptr(), *residual.shape, delta.data_ptr())
+            shape = _shape(residual)
+            self._recorder.note(Op.ADD, _row_tasks(*shape), residual.data_ptr(), *shape, delta.data_ptr())
 
     def attention(self, qkv: Tensor, layer: int, qk_norm: Tensor | None, eps: float) -> Tensor:
         """See StepKernels."""
@@ -167,7 +169,17 @@ class CpuStep:
         norm = (0, 0) if qk_norm is None else (qk_norm.data_ptr(), len(qk_norm))
         cos, sin = self._kernels.cos, self._kernels.sin
         tables = (cos.data_ptr(), sin.data_ptr(), len(cos))
-        self._write(known, 2, Op.ROTATE_AND_STORE, rows, *common, *norm, _bits(eps), *tables, self._slots)
+        self._write(
+            known,
+            2,
+            Op.ROTATE_AND_STORE,
+            _row_tasks(rows, qkv.shape[1]),
+            *common,
+            *norm,
+            _bits(eps),
+            *tables,
+            self._slots,
+        )
         self._write(known, 1, Op.ATTEND, self._seen[-1] * kv_heads, *common, *self._seen, out.data_ptr())
         return out
 
@@ -176,7 +188,8 @@ class CpuStep:
         rows, both = _shape(gate_up)
         known, out = self._recorder.result((Op.SILU_MUL,), (rows, both // 2), gate_up)
         if not known:
-            self._recorder.note(Op.SILU_MUL, rows, gate_up.data_ptr(), rows, both // 2, out.data_ptr())
+            sides = (gate_up.data_ptr(), rows, both // 2, out.data_ptr())
+            self._recorder.note(Op.SILU_MUL, _row_tasks(rows, both // 2), *sides)
         return out
 
     def lora_add(self, y: Tensor, x: Tensor, layer: int, site: Site) -> None:
@@ -225,6 +238,11 @@ def _shape(tensor: Tensor) -> tuple[int, int]:
     return rows, columns
 
 
+def _row_tasks(rows: int, columns: int) -> int:
+    """Return how many tasks compute so many rows of so many numbers, each on its own."""
+    return -(-rows // int(rows_at_once(columns)))
+
+
 def _bits(value: float) -> int:
     """Return a number's bits, as a program carries it."""
     return int(struct.unpack("q", struct.pack("d", value))[0])
@@ -260,9 +278,13 @@ def _adapter_items(requests: Sequence[Rows]) -> tuple[NDArray[np.int64], list[Pl
         else:
             adapters.append(request.adapter)
             ends.append([request.start, end])
-    items = [
-        (index, first, min(LORA_ROWS_AT_ONCE, end - first))
-        for index, (start, end) in enumerate(ends)
-        for first in range(start, end, LORA_ROWS_AT_ONCE)
-    ]
+    items = []
+    for index, (start, end) in enumerate(ends):
+        first = start
+        while first < end:
+            left = end - first
+            # Seven or eight are better shared by two threads than split into many and few.
+            count = left // 2 if left in (7, 8) else min(left, LORA_ROWS_AT_ONCE)
+            items.append((index, first, count))
+            first += count
     return np.array(items, dtype=np.int64), adapters

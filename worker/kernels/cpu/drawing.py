@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numba import njit
 
-from worker.kernels.cpu.elementwise import ordered_top
+from worker.kernels.cpu.largest import ordered_top
 from worker.kernels.cpu.numbers import COMPILED, exp_negative
 
 PARAMETERS: Final = 5

@@ -17,15 +17,13 @@ from worker.kernels.cpu.products import BFLOAT16, FLOAT32, INT8, add_scaled, dot
 from worker.kernels.cpu.vectors import EXACT, stack_floats
 from worker.kernels.tiles import INT4_GROUP, TILE_RANKS, Field, Format
 
-LORA_ROWS_AT_ONCE: Final = 8
-"""Rows of one adapter that a task computes: with fewer its factors are widened for fewer, with more there are too few
-tasks."""
+LORA_ROWS_AT_ONCE: Final = 6
+"""Rows of one adapter that a task computes with one pass over its factors."""
 
 # Compiled code knows plain numbers only.
 _FORMAT, _RANKS, _INNER, _OUTER, _OUT, _A, _B, _SCALE, _B_SCALE = (int(field) for field in Field)
 _FLOAT16, _INT4, _INT4_WIDE = int(Format.FLOAT16), int(Format.INT4), int(Format.INT4_WIDE)
-_H_ROWS: Final = 4
-_H_FLOATS: Final = _H_ROWS * TILE_RANKS
+_H_FLOATS: Final = LORA_ROWS_AT_ONCE * TILE_RANKS
 _H_BYTES: Final = 4 * TILE_RANKS
 _UNPACKED_RANKS: Final = 4
 """Rank rows that are unpacked at a time where loads do not widen: few enough to stay in the first cache."""
@@ -73,7 +71,7 @@ def _unpack(kind: int, stored: int, scale: int, width: int, first: int, ranks: i
 
 @njit(**EXACT)
 def _tile(record: Any, arena: int, x: int, x_stride: int, rows: int, y: int, y_stride: int, ahead: int) -> None:
-    """Add a tile's part to at most _H_ROWS rows, and let what lies at `ahead` be fetched meanwhile."""
+    """Add a tile's part to some rows, and let what lies at `ahead` be fetched meanwhile."""
     kind, ranks, inner, outer = record[_FORMAT], record[_RANKS], record[_INNER], record[_OUTER]
     a, b, scale, b_scale = arena + record[_A], arena + record[_B], arena + record[_SCALE], arena + record[_B_SCALE]
     out = y + 4 * record[_OUT]
@@ -132,6 +130,4 @@ def lora_add(
     last = starts[group, starts.shape[1] - 1] - 1
     for index in range(starts[group, place], starts[group, place + 1]):
         ahead = arena + records[min(index + 1, last), _A]  # the next site's when this one's have been computed
-        for row in range(first, first + rows, _H_ROWS):
-            count = min(_H_ROWS, first + rows - row)
-            _tile(records[index], arena, x + row * x_stride, x_stride, count, y + row * y_stride, y_stride, ahead)
+        _tile(records[index], arena, x + first * x_stride, x_stride, rows, y + first * y_stride, y_stride, ahead)

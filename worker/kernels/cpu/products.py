@@ -26,9 +26,9 @@ DOTS_AT_ONCE: Final = 8
 """Stored vectors that `dots` may take at a time: it writes that many results a row, or a multiple."""
 
 # By how many stored vectors, or vectors of eight columns, a form of so many rows is computed. Products take four cycles
-# and two start in each, so eight sums keep a core busy; what does not fit sixteen registers is slow.
-_WIDE_DOTS: Final = {1: 8, 2: 4, 3: 4, 4: 2}
-_WIDE_ADD: Final = {1: 8, 2: 4, 3: 2, 4: 2}
+# and two start in each, so it takes eight sums to keep a core busy, better twelve; more do not fit sixteen registers.
+_WIDE_DOTS: Final = {1: 8, 2: 4, 3: 4, 4: 2, 6: 2}
+_WIDE_ADD: Final = {1: 8, 2: 4, 3: 2, 4: 2, 6: 2}
 
 
 def _each_kind(builder: Any, kind: Any, emit: Callable[[Format], None]) -> None:
@@ -62,11 +62,19 @@ def _make_dots(rows: int) -> Any:
         totals = [[v.variable(builder, v.constant(0.0)) for _ in range(wide)] for _ in range(rows)]
 
         def accumulate(k: Any, load: Callable[..., Any]) -> None:
-            us = [load(builder, row, builder.mul(k, ir.Constant(INDEX, 4))) for row in xs]
-            for j in range(wide):
-                value = load(builder, ws[j], builder.mul(k, ir.Constant(INDEX, size)), kind)
-                for r in range(rows):
-                    builder.store(v.fma(builder, us[r], value, builder.load(totals[r][j])), totals[r][j])
+            def row(r: int) -> Any:
+                return load(builder, xs[r], builder.mul(k, ir.Constant(INDEX, 4)))
+
+            def stored(j: int) -> Any:
+                return load(builder, ws[j], builder.mul(k, ir.Constant(INDEX, size)), kind)
+
+            # The fewer ones are held in registers, the others come one by one.
+            held = [stored(j) for j in range(wide)] if wide < rows else [row(r) for r in range(rows)]
+            for i in range(max(rows, wide)):
+                one = row(i) if wide < rows else stored(i)
+                for other, value in enumerate(held):
+                    total = totals[i][other] if wide < rows else totals[other][i]
+                    builder.store(v.fma(builder, one, value, builder.load(total)), total)
 
         whole = builder.and_(inner, ir.Constant(INDEX, -LANES))
         with v.loop(builder, whole, step=LANES) as (k, _):
@@ -128,12 +136,13 @@ def _make_add_scaled(rows: int, wide: int, *, lanes: int = LANES) -> Any:
                 )
                 stored = builder.gep(w, [builder.mul(j, w_stride)])
                 at = builder.mul(j, ir.Constant(INDEX, 4))
-                factors = [v.splat(builder, builder.load(v.at(builder, row, at, v.FLOAT), align=4)) for row in hs]
-                for c, column in enumerate(columns):
-                    value = load(builder, stored, builder.mul(column, ir.Constant(INDEX, size)), kind)
-                    for r in range(rows):
-                        total = totals[r][c]
-                        builder.store(v.fma(builder, factors[r], value, builder.load(total)), total)
+                values = [
+                    load(builder, stored, builder.mul(column, ir.Constant(INDEX, size)), kind) for column in columns
+                ]
+                for r in range(rows):
+                    factor = v.splat(builder, builder.load(v.at(builder, hs[r], at, v.FLOAT), align=4))
+                    for total, value in zip(totals[r], values, strict=True):
+                        builder.store(v.fma(builder, factor, value, builder.load(total)), total)
             for row, of_row in zip(ys, totals, strict=True):
                 for offset, total in zip(offsets, of_row, strict=True):
                     value = builder.load(total)
@@ -167,11 +176,11 @@ def _make_add_scaled(rows: int, wide: int, *, lanes: int = LANES) -> Any:
     return form
 
 
-_dots1, _dots2, _dots3, _dots4 = (_make_dots(rows) for rows in (1, 2, 3, 4))
-_DOTS1, _DOTS2, _DOTS3, _DOTS4 = (_WIDE_DOTS[rows] for rows in (1, 2, 3, 4))
-_add1, _add2, _add3, _add4 = (_make_add_scaled(rows, _WIDE_ADD[rows]) for rows in (1, 2, 3, 4))
+_dots1, _dots2, _dots3, _dots4, _dots6 = (_make_dots(rows) for rows in (1, 2, 3, 4, 6))
+_DOTS1, _DOTS2, _DOTS3, _DOTS4, _DOTS6 = (_WIDE_DOTS[rows] for rows in (1, 2, 3, 4, 6))
+_add1, _add2, _add3, _add4, _add6 = (_make_add_scaled(rows, _WIDE_ADD[rows]) for rows in (1, 2, 3, 4, 6))
 _add_vector, _add_one = _make_add_scaled(1, 1), _make_add_scaled(1, 1, lanes=1)
-_ADD1, _ADD2, _ADD3, _ADD4 = (_WIDE_ADD[rows] * LANES for rows in (1, 2, 3, 4))
+_ADD1, _ADD2, _ADD3, _ADD4, _ADD6 = (_WIDE_ADD[rows] * LANES for rows in (1, 2, 3, 4, 6))
 
 
 @njit(**EXACT)
@@ -194,6 +203,22 @@ def dots(
     multiple of it; those past `count` are of no use.
     """
     r = 0
+    while r + 6 <= rows:
+        for j in range(0, count, _DOTS6):
+            at = w + j * w_stride
+            _dots6(
+                kind,
+                x + r * x_stride,
+                x_stride,
+                at,
+                w_stride,
+                count - j,
+                inner,
+                out + r * out_stride + 4 * j,
+                out_stride,
+                ahead + j * w_stride,
+            )
+        r += 6
     while r + 4 <= rows:
         for j in range(0, count, _DOTS4):
             at = w + j * w_stride
@@ -279,7 +304,10 @@ def add_scaled(
     while r < rows:
         at, to = h + r * h_stride, y + r * y_stride
         left = rows - r
-        if left >= 4:
+        if left >= 6:
+            taken, n = 6, columns // _ADD6 * _ADD6
+            _add6(kind, at, h_stride, count, w, w_stride, to, y_stride, 0, n, ahead)
+        elif left >= 4:
             taken, n = 4, columns // _ADD4 * _ADD4
             _add4(kind, at, h_stride, count, w, w_stride, to, y_stride, 0, n, ahead)
         elif left == 3:

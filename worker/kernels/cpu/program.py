@@ -20,7 +20,8 @@ from numba import carray, njit
 from worker.kernels.cpu.atomics import address, atomic_add, atomic_load, atomic_store, compare_and_set, yield_core
 from worker.kernels.cpu.attention import attend
 from worker.kernels.cpu.drawing import PARAMETERS, draw
-from worker.kernels.cpu.elementwise import add, largest, rms_norm, silu_mul
+from worker.kernels.cpu.elementwise import add, add_rms_norm, rms_norm, rows_at_once, silu_mul
+from worker.kernels.cpu.largest import largest
 from worker.kernels.cpu.linear import embed, linear
 from worker.kernels.cpu.lora import lora_add
 from worker.kernels.cpu.numbers import COMPILED
@@ -74,22 +75,33 @@ def _ints(at: Any, rows: Any, columns: Any) -> Any:
 
 
 @njit(**COMPILED)
+def _task_rows(rows: Any, columns: Any, task: int) -> Any:
+    """Return the first row of a task that computes several, and the one after its last."""
+    step = rows_at_once(columns)
+    return task * step, min(rows, (task + 1) * step)
+
+
+@njit(**COMPILED)
 def run_task(p: Any, task: int) -> None:
     """Compute one task of the operation in row `p`."""
     op = p[0]
     if op == _LINEAR:  # kind, x, rows, inner, weight, outputs, scales, bias, y, panels of a task
         linear(p[2], p[3], p[4], p[5], p[6], p[7], p[8], p[9], p[10], p[11], task)
     elif op == _RMS_NORM:  # x, rows, columns, weight, eps, out
+        first, end = _task_rows(p[3], p[4], task)
         weight = carray(address(p[5]), (p[4],), np.float32)
-        rms_norm(_floats(p[2], p[3], p[4]), weight, _float(p, 6), _floats(p[7], p[3], p[4]), task)
+        rms_norm(_floats(p[2], p[3], p[4]), weight, _float(p, 6), _floats(p[7], p[3], p[4]), first, end)
     elif op == _ADD_RMS_NORM:  # residual, rows, columns, weight, eps, out, delta
+        first, end = _task_rows(p[3], p[4], task)
         residual, weight = _floats(p[2], p[3], p[4]), carray(address(p[5]), (p[4],), np.float32)
-        add(residual, _floats(p[8], p[3], p[4]), task)
-        rms_norm(residual, weight, _float(p, 6), _floats(p[7], p[3], p[4]), task)
+        delta, out = _floats(p[8], p[3], p[4]), _floats(p[7], p[3], p[4])
+        add_rms_norm(residual, delta, weight, _float(p, 6), out, first, end)
     elif op == _ADD:  # residual, rows, columns, delta
-        add(_floats(p[2], p[3], p[4]), _floats(p[5], p[3], p[4]), task)
+        first, end = _task_rows(p[3], p[4], task)
+        add(_floats(p[2], p[3], p[4]), _floats(p[5], p[3], p[4]), first, end)
     elif op == _SILU_MUL:  # gate_up, rows, inner, out
-        silu_mul(_floats(p[2], p[3], 2 * p[4]), _floats(p[5], p[3], p[4]), task)
+        first, end = _task_rows(p[3], p[4], task)
+        silu_mul(_floats(p[2], p[3], 2 * p[4]), _floats(p[5], p[3], p[4]), first, end)
     elif op == _LORA_ADD:
         # x, inner, y, outputs, arena, records, their number, starts, adapters, places, place, items, their number
         records, starts, items = _ints(p[7], p[8], _RECORD), _ints(p[9], p[10], p[11] + 1), _ints(p[13], p[14], 3)
@@ -114,12 +126,13 @@ def _attention_task(p: Any, task: int) -> None:
     if p[0] == _ROTATE_AND_STORE:  # norm, its rows, eps, cos, sin, positions in them, slots
         norm, cos, sin = _floats(p[13], p[14], p[6]), _floats(p[16], p[18], p[6] // 2), _floats(p[17], p[18], p[6] // 2)
         slots = carray(address(p[19]), (p[3],), np.int64)
+        first, end = _task_rows(*qkv.shape, task)
         if p[12]:
             kv = carray(address(p[10]), (p[11],), np.uint16)
-            rotate_and_store(qkv, norm, _float(p, 15), cos, sin, positions, kv, slots, shape, p[8], task)
+            rotate_and_store(qkv, norm, _float(p, 15), cos, sin, positions, kv, slots, shape, p[8], first, end)
         else:
             kv = carray(address(p[10]), (p[11],), np.float32)
-            rotate_and_store(qkv, norm, _float(p, 15), cos, sin, positions, kv, slots, shape, p[8], task)
+            rotate_and_store(qkv, norm, _float(p, 15), cos, sin, positions, kv, slots, shape, p[8], first, end)
     else:  # tables, requests, blocks, items, their number, out
         tables, items = _ints(p[13], p[14], p[15]), _ints(p[16], p[17], 3)
         kind = _BFLOAT16 if p[12] else _FLOAT32

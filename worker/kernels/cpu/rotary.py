@@ -1,4 +1,4 @@
-"""Rotary positions and the KV cache's writes, row by row.
+"""Rotary positions and the KV cache's writes, row by row; a task computes several neighbouring rows.
 
 A block of the cache is `[layers][key, value][Hk][BLOCK_TOKENS][D]`.
 """
@@ -65,27 +65,29 @@ def rotate_and_store(
     slots: Any,
     shape: Any,
     layer: int,
-    row: int,
+    first: int,
+    end: int,
 ) -> None:
-    """Normalize (if asked) and rotate a row's queries and keys in place, and write its keys and values to the cache.
+    """Normalize (if asked) and rotate rows' queries and keys in place, and write their keys and values to the cache.
 
-    qkv [T, (Hq + 2·Hk)·D] float32; norm [Hq + Hk, D] float32, empty for none; cos, sin [positions, D/2] float32;
-    positions [T] int64; kv the cache, flat, float32 or uint16 (bfloat16 bits); slots [T] int64, block ·
-    BLOCK_TOKENS + offset; shape (Hq, Hk, D, elements of a block).
+    Rows first … end - 1 of qkv [T, (Hq + 2·Hk)·D] float32; norm [Hq + Hk, D] float32, empty for none; cos, sin
+    [positions, D/2] float32; positions [T] int64; kv the cache, flat, float32 or uint16 (bfloat16 bits); slots [T]
+    int64, block · BLOCK_TOKENS + offset; shape (Hq, Hk, D, elements of a block).
     """
     heads, kv_heads, dim, block_size = shape
-    block, offset = slots[row] // BLOCK_TOKENS, slots[row] % BLOCK_TOKENS
-    at = positions[row]
-    for h in range(heads + kv_heads):
-        head = qkv[row, h * dim : (h + 1) * dim]
-        if len(norm):
-            _normalize(head, norm[h], eps)
-        _rotate(head, cos[at], sin[at])
-    for h in range(kv_heads):
-        keys = block * block_size + (layer * 2 * kv_heads + h) * BLOCK_TOKENS * dim
-        values = keys + kv_heads * BLOCK_TOKENS * dim
-        k = qkv[row, (heads + h) * dim : (heads + h + 1) * dim]
-        v = qkv[row, (heads + kv_heads + h) * dim : (heads + kv_heads + h + 1) * dim]
-        for d in range(dim):
-            kv[keys + offset * dim + d] = narrow(k[d], kv)
-            kv[values + offset * dim + d] = narrow(v[d], kv)
+    for row in range(first, end):
+        block, offset = slots[row] // BLOCK_TOKENS, slots[row] % BLOCK_TOKENS
+        at = positions[row]
+        for h in range(heads + kv_heads):
+            head = qkv[row, h * dim : (h + 1) * dim]
+            if len(norm):
+                _normalize(head, norm[h], eps)
+            _rotate(head, cos[at], sin[at])
+        for h in range(kv_heads):
+            keys = block * block_size + (layer * 2 * kv_heads + h) * BLOCK_TOKENS * dim
+            values = keys + kv_heads * BLOCK_TOKENS * dim
+            k = qkv[row, (heads + h) * dim : (heads + h + 1) * dim]
+            v = qkv[row, (heads + kv_heads + h) * dim : (heads + kv_heads + h + 1) * dim]
+            for d in range(dim):
+                kv[keys + offset * dim + d] = narrow(k[d], kv)
+                kv[values + offset * dim + d] = narrow(v[d], kv)
