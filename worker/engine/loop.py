@@ -17,7 +17,18 @@ from worker.engine.loader import Loader
 from worker.engine.plan import AdapterLoad, Runner, StepPlan
 from worker.engine.refusal import NOT_FINITE, STEP_FAILED, Problem
 from worker.engine.scheduler import Scheduler
-from worker.mailbox import Abort, EngineStatus, Failure, Output, Shutdown, Step, Submit, ToEngine
+from worker.mailbox import (
+    Abort,
+    Compare,
+    Compared,
+    EngineStatus,
+    Failure,
+    Output,
+    Shutdown,
+    Step,
+    Submit,
+    ToEngine,
+)
 
 MAX_FAILED_STEPS: Final = 3
 """Steps in a row that may raise before the engine gives up: something is wrong with more than one request."""
@@ -50,6 +61,7 @@ class EngineLoop:
         self._describe = describe
         self._clock = clock
         self._failures: list[Failure] = []
+        self._compared: list[Compared] = []
         self._told: EngineStatus | None = None
         self._failed_steps = 0
 
@@ -72,6 +84,10 @@ class EngineLoop:
         match message:
             case Submit():
                 failure = self._scheduler.submit(message)
+                if failure is not None:
+                    self._failures.append(failure)
+            case Compare():
+                failure = self._scheduler.compare(message)
                 if failure is not None:
                     self._failures.append(failure)
             case Abort():
@@ -116,9 +132,11 @@ class EngineLoop:
                 raise EngineBroken(f"{self._failed_steps} steps in a row failed") from error
             return []
         self._failed_steps = 0
+        self._compared = self._scheduler.take_compared()
         if broken := result.broken_request_ids:
             self._failures += self._scheduler.fail(broken, NOT_FINITE)
             outputs = [output for output in outputs if output.request_id not in broken]
+            self._compared = [compared for compared in self._compared if compared.request_id not in broken]
         return outputs
 
     def _tell(self, outputs: list[Output], *, stepped: bool) -> None:
@@ -126,6 +144,8 @@ class EngineLoop:
         status = self._scheduler.status()
         if not (stepped or self._failures or status != self._told):
             return
-        self._inbox.send(Step(self._scheduler.step, tuple(outputs), tuple(self._failures), status))
+        compared = tuple(self._compared)
+        self._inbox.send(Step(self._scheduler.step, tuple(outputs), tuple(self._failures), status, compared))
         self._failures.clear()
+        self._compared.clear()
         self._told = status

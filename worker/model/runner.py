@@ -6,21 +6,32 @@ Owns the model, the arena, the adapter slots and the sampler; decides nothing. `
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import structlog
 import torch
 from torch import Tensor
 
 from worker.adapters.device import BaseShape, DeviceAdapters
-from worker.engine.plan import BASE_SLOT, AdapterLoad, SequenceStep, StepPlan, StepResult
+from worker.engine.plan import (
+    BASE_SLOT,
+    AdapterLoad,
+    ComparedPositions,
+    ComparisonStep,
+    SequenceStep,
+    StepPlan,
+    StepResult,
+)
 from worker.kernels.eager import EagerKernels
 from worker.kernels.interface import Kernels
 from worker.kernels.layout import BLOCK_TOKENS, Arena, AttentionShape
 from worker.kernels.tiles import usable_chunk_bytes
 from worker.model.batch import build_step
 from worker.model.calibration import tokens_per_second
+from worker.model.comparison import compare_logits, comparison_rows, comparison_sequences
 from worker.model.config import ModelConfig, read_config, read_eos_token_ids
 from worker.model.decoder import Decoder
 from worker.model.device import DTYPES, choose_device, choose_dtype, free_bytes
@@ -140,16 +151,19 @@ class ModelRunner:
         """Run a plan; see Runner. Raises KeyError for a slot or request nobody announced (the engine's error)."""
         self._sampler.forget(plan.ended_request_ids)
         self._sampler.add(plan.new_requests)
-        if not plan.sequences:
+        if not plan.sequences and plan.comparison is None:
             return StepResult(plan.step, ())
         with torch.inference_mode():
-            sampled, logits = self._forward(plan.sequences)
+            sampled, logits, compared = self._forward(plan.sequences, plan.comparison)
+            unlike: tuple[int, ...] = ()
+            if plan.comparison is not None and compared is not None and not all(map(math.isfinite, compared.kl)):
+                unlike = (plan.comparison.request_id,)
             if logits is None:
-                return StepResult(plan.step, ())
+                return StepResult(plan.step, (), unlike, compared)
             # A maximum carries NaN on; it is taken first, as sampling overwrites the logits.
             finite: list[bool] = logits.amax(dim=-1).isfinite().tolist()
             broken = tuple(row.request_id for row, ok in zip(sampled, finite, strict=True) if not ok)
-            return StepResult(plan.step, self._sampler.sample(logits, sampled), broken)
+            return StepResult(plan.step, self._sampler.sample(logits, sampled), (*broken, *unlike), compared)
 
     def prepare_adapter(self, slot: int, path: Path, chunk_ids: tuple[int, ...]) -> AdapterLoad:
         """Load the packed adapter at `path` into `slot`; see Runner."""
@@ -181,15 +195,26 @@ class ModelRunner:
 
     def _run_and_wait(self, sequences: list[SequenceStep]) -> None:
         with torch.inference_mode():
-            _, logits = self._forward(sequences)
+            _, logits, _ = self._forward(sequences)
             if logits is not None:
                 logits.argmax(dim=-1).tolist()  # the result on the host: nothing is left in flight
 
-    def _forward(self, sequences: Sequence[SequenceStep]) -> tuple[tuple[SequenceStep, ...], Tensor | None]:
-        """Return the sequences that choose a token and their logits [S, vocab] float32, None when there are none."""
-        step = build_step(sequences, self._adapters.get)
-        logits = self._decoder.logits(step.batch, step.sampled_rows)
-        return step.sampled, logits if step.sampled else None
+    def _forward(
+        self, sequences: Sequence[SequenceStep], comparison: ComparisonStep | None = None
+    ) -> tuple[tuple[SequenceStep, ...], Tensor | None, ComparedPositions | None]:
+        """Return the sequences that choose a token and their logits [S, vocab] float32, None when there are none.
+
+        And what a comparison found.
+        """
+        if comparison is None:
+            step = build_step(sequences, self._adapters.get)
+            logits = self._decoder.logits(step.batch, step.sampled_rows)
+            return step.sampled, logits if step.sampled else None, None
+        step = build_step([*sequences, *comparison_sequences(comparison)], self._adapters.get)
+        rows = np.concatenate([step.sampled_rows, comparison_rows(comparison, step)])
+        logits = self._decoder.logits(step.batch, rows)
+        compared = compare_logits(logits[len(step.sampled) :])
+        return step.sampled, logits[: len(step.sampled)] if step.sampled else None, compared
 
 
 def _backend(device: torch.device, threads: int) -> Backend:
