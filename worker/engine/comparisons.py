@@ -1,8 +1,9 @@
 """Comparisons of two artifacts of an adapter: what waits, what one step computes, and what that holds meanwhile.
 
-A comparison is one step long: all of its tokens are computed under both artifacts at once, on KV blocks that it has for
-this step alone. So it needs no preemption, and between steps it holds nothing. It comes after every client's request:
-only while nobody waits, with what a step's budget has left, or alone where nothing else runs. Pure: time is an argument.
+A comparison is one step long: all of its tokens are computed under both artifacts at once, on KV blocks that it has
+for this step alone. So it needs no preemption, and between steps it holds nothing. It comes after every client's
+request: only while nobody waits, with what a step's budget has left, or alone where nothing else runs. Pure: time is
+an argument.
 """
 
 from __future__ import annotations

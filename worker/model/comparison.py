@@ -33,7 +33,7 @@ def comparison_sequences(comparison: ComparisonStep) -> tuple[SequenceStep, Sequ
 
 
 def comparison_rows(comparison: ComparisonStep, step: Step) -> NDArray[np.int64]:
-    """Return the rows [2 P] whose logits are compared: those of P positions under the exact artifact, then the other."""
+    """Return the rows [2 P] whose logits are compared: those of P positions under the exact artifact come first."""
     positions = np.arange(comparison.first_position, len(comparison.token_ids))
     return np.concatenate([step.first_rows[_EXACT] + positions, step.first_rows[_MEASURED] + positions])
 
@@ -41,8 +41,8 @@ def comparison_rows(comparison: ComparisonStep, step: Step) -> NDArray[np.int64]
 def compare_logits(logits: Tensor) -> ComparedPositions:
     """Compare logits [2 P, vocab] float32, those of P positions under the exact artifact first.
 
-    KL(exact || measured) = sum of p (log p - log q) over the vocabulary, in nats. Rounding can take it below 0, which it
-    never is, by less than 1e-6; then it is 0. Logits that are not finite give values that are not.
+    KL(exact || measured) = sum of p (log p - log q) over the vocabulary, in nats. Rounding can take it a little below
+    0, which it never is; then it is 0. Logits that are not finite give values that are not.
     """
     exact, measured = logits.chunk(2)
     same: list[bool] = []

@@ -98,11 +98,15 @@ class Driver:
         return request_id
 
     def compare(
-        self, tokens: tuple[int, ...], exact: AdapterFile, measured: AdapterFile, first: int = 0, tenant: str = "default"
+        self,
+        tokens: tuple[int, ...],
+        exact: AdapterFile,
+        measured: AdapterFile,
+        first: int = 0,
     ) -> int:
         request_id = self.next_id
         self.next_id += 1
-        compare = Compare(request_id, tokens, first, exact, measured, tenant)
+        compare = Compare(request_id, tokens, first, exact, measured, "evaluation")
         self.comparisons[request_id] = compare
         failure = self.scheduler.compare(compare)
         if failure is not None:

@@ -67,8 +67,8 @@ def check_answers(driver: Driver) -> None:
         assert got == expected_tokens(driver.prompts[request_id], len(got), adapter=adapter)
     for request_id, compared in driver.compared.items():
         compare = driver.comparisons[request_id]
-        contents = [Path(file.path).read_bytes() for file in (compare.exact, compare.measured)]
-        expected = expected_comparison(compare.token_ids, compare.first_position, *contents)
+        exact, measured = (Path(file.path).read_bytes() for file in (compare.exact, compare.measured))
+        expected = expected_comparison(compare.token_ids, compare.first_position, exact, measured)
         assert (compared.same_top, compared.kl) == (expected.same_top, expected.kl)
 
 
