@@ -5,6 +5,7 @@ Another worker is tried while none has told anything yet. Stores nothing; knows 
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -116,6 +117,10 @@ class Evaluations:
                 raise worker_lost(worker_id, "the stream ended early", has_started=has_started)
         except aio.AioRpcError as error:
             raise self._cut or worker_error(error, worker_id, has_started=has_started) from None
+        except asyncio.CancelledError:
+            if self._cut is None:
+                raise
+            raise self._cut from None
         finally:
             flight.end()
             call.cancel()
