@@ -228,6 +228,7 @@ async def test_a_deadline_that_passes_is_told_and_leaves_nothing(base, artifacts
     async with running_front(base, tmp_path / "cache", registry_port=registry_port, environment=SLOW) as front:
         outcome = await evaluate(front, request(front, artifacts), within=1.0)
         assert isinstance(outcome.error, DeadlineExceeded)
+        assert "give it more time" in outcome.error.message
         await nothing_left(front)
 
 

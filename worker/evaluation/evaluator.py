@@ -57,6 +57,9 @@ _NUM_AT_ONCE: Final = 4
 ANSWER_TOKENS: Final = 64
 """Tokens of an answer at most."""
 _DEFAULT_TIMEOUT_S: Final = 600.0
+_ANSWER_RESERVE: Final = 0.1
+"""Share of the time left that is kept to tell the caller that it did not suffice, at most `_ANSWER_RESERVE_S`."""
+_ANSWER_RESERVE_S: Final = 0.5
 _RETRY_AFTER_S: Final = 10.0
 _UNREADABLE_FILE: Final = frozenset({"CORRUPT_ARTIFACT", "ARTIFACT_UNREACHABLE"})
 
@@ -101,7 +104,8 @@ class Evaluator:
         width = min(_NUM_AT_ONCE, ready.max_running_requests)
         ticket = self._admission.admit(width, request.artifact_digest, time.monotonic(), typical=False)
         run = self._run = _Run(request)
-        work = self._work(run, text, ready, _DEFAULT_TIMEOUT_S if remaining_s is None else remaining_s)
+        left_s = _DEFAULT_TIMEOUT_S if remaining_s is None else remaining_s
+        work = self._work(run, text, ready, left_s - min(_ANSWER_RESERVE_S, _ANSWER_RESERVE * left_s))
         run.task = asyncio.create_task(work, name=f"evaluation of {request.artifact_digest[:12]}")
 
         def ended(task: asyncio.Task[None]) -> None:  # even of a task that was cancelled before it began
@@ -223,6 +227,7 @@ async def _tokens(texts: Iterable[str], text: TextModel, *, limit: int) -> list[
     """Return the prompts' tokens, as turns of a user where the base chats. Raises FailedPrecondition if none fits."""
     prompts: list[tuple[int, ...]] = []
     for prompt in texts:
+        await asyncio.sleep(0)  # a short text is encoded at once, and streams go on in between
         try:
             if text.has_chat_template:
                 prompts.append(await text.encode_chat([Message("user", prompt)], limit=limit))

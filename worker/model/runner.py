@@ -154,10 +154,14 @@ class ModelRunner:
         if not plan.sequences and plan.comparison is None:
             return StepResult(plan.step, ())
         with torch.inference_mode():
-            sampled, logits, compared = self._forward(plan.sequences, plan.comparison)
+            compared: ComparedPositions | None = None
             unlike: tuple[int, ...] = ()
-            if plan.comparison is not None and compared is not None and not all(map(math.isfinite, compared.kl)):
-                unlike = (plan.comparison.request_id,)
+            if plan.comparison is None:
+                sampled, logits = self._forward(plan.sequences)
+            else:
+                sampled, logits, compared = self._forward_comparing(plan.sequences, plan.comparison)
+                if not all(map(math.isfinite, compared.kl)):
+                    unlike = (plan.comparison.request_id,)
             if logits is None:
                 return StepResult(plan.step, (), unlike, compared)
             # A maximum carries NaN on; it is taken first, as sampling overwrites the logits.
@@ -195,21 +199,20 @@ class ModelRunner:
 
     def _run_and_wait(self, sequences: list[SequenceStep]) -> None:
         with torch.inference_mode():
-            _, logits, _ = self._forward(sequences)
+            _, logits = self._forward(sequences)
             if logits is not None:
                 logits.argmax(dim=-1).tolist()  # the result on the host: nothing is left in flight
 
-    def _forward(
-        self, sequences: Sequence[SequenceStep], comparison: ComparisonStep | None = None
-    ) -> tuple[tuple[SequenceStep, ...], Tensor | None, ComparedPositions | None]:
-        """Return the sequences that choose a token and their logits [S, vocab] float32, None when there are none.
+    def _forward(self, sequences: Sequence[SequenceStep]) -> tuple[tuple[SequenceStep, ...], Tensor | None]:
+        """Return the sequences that choose a token and their logits [S, vocab] float32, None when there are none."""
+        step = build_step(sequences, self._adapters.get)
+        logits = self._decoder.logits(step.batch, step.sampled_rows)
+        return step.sampled, logits if step.sampled else None
 
-        And what a comparison found.
-        """
-        if comparison is None:
-            step = build_step(sequences, self._adapters.get)
-            logits = self._decoder.logits(step.batch, step.sampled_rows)
-            return step.sampled, logits if step.sampled else None, None
+    def _forward_comparing(
+        self, sequences: Sequence[SequenceStep], comparison: ComparisonStep
+    ) -> tuple[tuple[SequenceStep, ...], Tensor | None, ComparedPositions]:
+        """Return the same, and what the comparison in the step found."""
         step = build_step([*sequences, *comparison_sequences(comparison)], self._adapters.get)
         rows = np.concatenate([step.sampled_rows, comparison_rows(comparison, step)])
         logits = self._decoder.logits(step.batch, rows)
