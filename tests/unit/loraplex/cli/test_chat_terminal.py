@@ -85,6 +85,7 @@ def terminal(fake_cluster):
 
 def test_ctrl_c_ends_the_answer_but_not_the_conversation_and_ctrl_d_leaves(terminal, fake_cluster):
     terminal.until("you> ")
+    assert "Ctrl-D leaves" in terminal.seen
     terminal.ask("first")
     terminal.type("\x03")
     terminal.until("(interrupted)")
