@@ -14,7 +14,8 @@ def test_figures_are_over_all_positions_not_over_prompts() -> None:
     tally.add((True, True, False), (0.0, 0.1, 0.5))
     tally.add((True,), (0.2,))
     assert (tally.num_prompts, tally.num_positions) == (2, 4)
-    assert (tally.top1_agreement, tally.mean_kl, tally.max_kl) == (0.75, pytest.approx(0.2), 0.5)
+    assert (tally.top1_agreement, tally.max_kl) == (0.75, 0.5)
+    assert tally.mean_kl == pytest.approx(0.2)
 
 
 def test_the_order_of_prompts_does_not_change_a_bit() -> None:
