@@ -41,7 +41,7 @@ demo: $(VENV)/.runtime ## Install, start a private cluster, and stream answers o
 	@$(BIN)/loraplex demo
 
 up: $(VENV)/.runtime ## Run a local cluster with the example adapters until Ctrl-C.
-	@$(BIN)/loraplex up --demo-adapters
+	@trap : INT; $(BIN)/loraplex up --demo-adapters || [ $$? -eq 130 ] # Ctrl-C is how it ends, not an error
 
 test: $(VENV)/.dev ## Install and run every test.
 	@$(BIN)/python -m pytest tests/unit tests/kernels -n 2 --dist loadfile

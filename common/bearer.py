@@ -49,11 +49,17 @@ class ClusterToken:
         """Return the refusal of a call with this authorization, or None where it carries the token."""
         secret = bearer_of(authorization)
         if secret is None:
-            return Unauthenticated(f"this call needs the cluster token and carries none; {_REMEDY}")
+            return Unauthenticated(
+                f"this call needs the cluster token and carries none; {_REMEDY}", credential="cluster_token"
+            )
         if not secret:
-            return Unauthenticated(f"the authorization is not `Bearer <cluster token>`; {_REMEDY}")
+            return Unauthenticated(
+                f"the authorization is not `Bearer <cluster token>`; {_REMEDY}", credential="cluster_token"
+            )
         if not self.matches(secret):
-            return Unauthenticated(f"the cluster token is not the one this service has; {_REMEDY}")
+            return Unauthenticated(
+                f"the cluster token is not the one this service has; {_REMEDY}", credential="cluster_token"
+            )
         return None
 
 

@@ -46,6 +46,7 @@ class Timeouts:
     call_s: float = 15.0
     upload_s: float = 600.0
     generate_s: float = 600.0
+    evaluate_s: float = 1800.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,17 @@ from loraplex.generation import (
 )
 from loraplex.manifest import BaseManifest
 from loraplex.peft_folder import read_adapter_folder
-from loraplex.records import Adapter, AdapterRegistration, ApiKey, BaseModel, BaseRegistration, Model, NewApiKey, Worker
+from loraplex.records import (
+    Adapter,
+    AdapterRegistration,
+    ApiKey,
+    BaseModel,
+    BaseRegistration,
+    Evaluation,
+    Model,
+    NewApiKey,
+    Worker,
+)
 from loraplex.registration import upload_parts
 from loraplex.registry.v1 import (
     adapter_pb2,
@@ -58,6 +68,7 @@ from loraplex.router.v1 import (
     models_pb2_grpc,
 )
 from loraplex.spans import Span
+from loraplex.types.v1 import evaluation_pb2
 
 __all__ = [
     "AsyncClient",
@@ -185,13 +196,50 @@ class Client:
         self._seen(response.revision)
         return wire.registration(response)
 
+    def evaluate_adapter(
+        self,
+        name: str,
+        *,
+        quantization: str = "",
+        progress: Callable[[int, int], None] = lambda _done, _total: None,
+        timeout_s: float | None = None,
+    ) -> Evaluation:
+        """Have a worker measure what quantizing an adapter's current version cost end to end, and record it.
+
+        `quantization` is what the adapter is packed in (as "" is), or none, to compare the exact artifact with itself.
+        `progress` is told the prompts that are done, of how many. Raises AdapterNotFound, QueueFull where a worker
+        evaluates already, and DeadlineExceeded.
+        """
+        adapter = self.get_adapter(name)
+        request = wire.evaluation_request(adapter.current, quantization)
+        found: evaluation_pb2.Evaluation | None = None
+        with self._router.calls():
+            call = self._fleet.EvaluateAdapter(
+                request,
+                timeout=self.timeouts.evaluate_s if timeout_s is None else timeout_s,
+                metadata=self._operator,
+            )
+            try:
+                for event in call:
+                    if event.HasField("progress"):
+                        progress(event.progress.done_prompts, event.progress.total_prompts)
+                    else:
+                        found = event.evaluation
+            finally:
+                call.cancel()
+        record = adapter_pb2.RecordEvaluationRequest(name=name, evaluation=found)
+        with self._registry.calls():
+            response = self._adapters.RecordEvaluation(record, timeout=self.timeouts.call_s, metadata=self._operator)
+        self._seen(response.revision)
+        return wire.evaluation(response.report)
+
     def get_adapter(self, name: str) -> Adapter:
         """Return an adapter with all its versions. Raises AdapterNotFound."""
         with self._registry.calls():
             response = self._adapters.GetAdapter(
                 adapter_pb2.GetAdapterRequest(name=name), timeout=self.timeouts.call_s, metadata=self._operator
             )
-        return wire.adapter(response.adapter, response.reports)
+        return wire.adapter(response.adapter, response.reports, response.evaluations)
 
     def list_adapters(self) -> Iterator[Adapter]:
         """Yield all adapters by name."""

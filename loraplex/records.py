@@ -25,6 +25,8 @@ class AdapterVersion:
     num_base_modules: int
     dtype: str
     create_time: datetime
+    exact_artifact_digest: str = ""
+    """Its artifact of format none, with the factors it was registered with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +45,36 @@ class PackingReport:
 
 
 @dataclass(frozen=True, slots=True)
+class Evaluation:
+    """How near an artifact's answers are to those of its version's exact factors, as a worker measured it.
+
+    Both were compared at every position of the exact artifact's own greedy answers to `num_prompts` fixed prompts,
+    those of set `prompt_set`: `top1_agreement` is the share where both find the same token likeliest, the divergences
+    are KL(exact || measured) in nats. `format` is the artifact's; `create_time` is when the registry recorded it.
+    """
+
+    version_digest: str
+    artifact_digest: str
+    exact_artifact_digest: str
+    base_digest: str
+    format: str
+    prompt_set: int
+    num_prompts: int
+    num_positions: int
+    top1_agreement: float
+    mean_kl: float
+    max_kl: float
+    worker_version: str
+    device: str
+    create_time: datetime
+
+
+@dataclass(frozen=True, slots=True)
 class Adapter:
     """A named adapter. `versions` is newest first and empty in lists.
 
-    `reports` comes with a single adapter that is asked for, and does not count where adapters are compared.
+    `reports` and `evaluations` come with a single adapter that is asked for, and do not count where adapters are
+    compared.
     """
 
     tenant: str
@@ -57,6 +85,8 @@ class Adapter:
     create_time: datetime
     update_time: datetime
     reports: tuple[PackingReport, ...] = field(default=(), compare=False)
+    evaluations: tuple[Evaluation, ...] = field(default=(), compare=False)
+    """Newest first, one per artifact; those of replaced artifacts included."""
 
 
 @dataclass(frozen=True, slots=True)

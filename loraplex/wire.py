@@ -9,7 +9,7 @@ from typing import Final
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from loraplex.credentials import Metadata
-from loraplex.errors import InvalidParameter, InvalidRequest
+from loraplex.errors import InvalidParameter, InvalidRequest, LoraplexError
 from loraplex.generation import (
     ChoiceFinished,
     Event,
@@ -30,6 +30,7 @@ from loraplex.records import (
     AdapterVersion,
     ApiKey,
     BaseModel,
+    Evaluation,
     Model,
     PackingReport,
     Worker,
@@ -181,6 +182,7 @@ def adapter_version(message: adapter_pb2.AdapterVersion) -> AdapterVersion:
         num_base_modules=message.num_base_modules,
         dtype=message.dtype,
         create_time=_time(message.create_time),
+        exact_artifact_digest=message.exact_artifact_digest,
     )
 
 
@@ -212,7 +214,55 @@ def registration(
     return AdapterRegistration(adapter(response.adapter), response.revision, response.changed, report)
 
 
-def adapter(message: adapter_pb2.Adapter, reports: Iterable[adapter_pb2.PackingReport] = ()) -> Adapter:
+def evaluation_request(version: AdapterVersion, quantization: str) -> fleet_pb2.EvaluateAdapterRequest:
+    """Return what asks to measure a version's artifact of a format; "" is the one it is served in.
+
+    Raises InvalidParameter for a format that it is not packed in.
+    """
+    artifacts = {"none": version.exact_artifact_digest, version.format: version.artifact_digest}
+    wanted = artifacts.get(quantization or version.format)
+    if wanted is None:
+        raise InvalidParameter(
+            f"the adapter is packed as {version.format}, so it cannot be evaluated as {quantization}; pack it so first "
+            f"(loraplex adapter repack NAME --quantization {quantization})",
+            field="quantization",
+        )
+    if not version.exact_artifact_digest:
+        raise LoraplexError("the registry does not tell the exact artifact's digest; it is older than this program")
+    return fleet_pb2.EvaluateAdapterRequest(
+        base_digest=version.base_digest,
+        version_digest=version.version_digest,
+        artifact_digest=wanted,
+        exact_artifact_digest=version.exact_artifact_digest,
+    )
+
+
+def evaluation(report: adapter_pb2.EvaluationReport) -> Evaluation:
+    """Return the value of the message."""
+    figures = report.evaluation
+    return Evaluation(
+        version_digest=figures.version_digest,
+        artifact_digest=figures.artifact_digest,
+        exact_artifact_digest=figures.exact_artifact_digest,
+        base_digest=figures.base_digest,
+        format=report.format,
+        prompt_set=figures.prompt_set,
+        num_prompts=figures.num_prompts,
+        num_positions=figures.num_positions,
+        top1_agreement=figures.top1_agreement,
+        mean_kl=figures.mean_kl,
+        max_kl=figures.max_kl,
+        worker_version=figures.worker_version,
+        device=figures.device,
+        create_time=_time(report.create_time),
+    )
+
+
+def adapter(
+    message: adapter_pb2.Adapter,
+    reports: Iterable[adapter_pb2.PackingReport] = (),
+    evaluations: Iterable[adapter_pb2.EvaluationReport] = (),
+) -> Adapter:
     """Return the value of the message."""
     return Adapter(
         tenant=message.tenant,
@@ -223,6 +273,7 @@ def adapter(message: adapter_pb2.Adapter, reports: Iterable[adapter_pb2.PackingR
         create_time=_time(message.create_time),
         update_time=_time(message.update_time),
         reports=tuple(map(packing_report, reports)),
+        evaluations=tuple(map(evaluation, evaluations)),
     )
 
 

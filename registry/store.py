@@ -28,8 +28,9 @@ from registry.domain import (
     VersionRecord,
 )
 from registry.entries import decode_entries, encode_entries
+from registry.evaluations import EvaluationRecord, decode_figures, encode_figures
 from registry.reports import PackingReport, decode_report, encode_report
-from registry.tables import ADAPTERS, API_KEYS, BASE_MODELS, CHANGES, HEAD, VERSIONS
+from registry.tables import ADAPTERS, API_KEYS, BASE_MODELS, CHANGES, EVALUATIONS, HEAD, VERSIONS
 
 log = structlog.get_logger(__name__)
 
@@ -107,6 +108,17 @@ class Reader:
         query = sa.select(VERSIONS.c.version_digest, VERSIONS.c.report).filter_by(tenant=tenant, name=name)
         rows = await self._connection.execute(query.order_by(VERSIONS.c.id.desc()))
         return {row.version_digest: report for row in rows if (report := decode_report(row.report)) is not None}
+
+    async def evaluations(self, tenant: str, name: str) -> list[EvaluationRecord]:
+        """Return what workers measured of an adapter's artifacts, newest first."""
+        query = sa.select(EVALUATIONS).filter_by(tenant=tenant, name=name)
+        order = (EVALUATIONS.c.create_time_us.desc(), EVALUATIONS.c.artifact_digest)
+        return [
+            EvaluationRecord(
+                row.version_digest, row.artifact_digest, row.format, decode_figures(row.figures), row.create_time_us
+            )
+            for row in await self._connection.execute(query.order_by(*order))
+        ]
 
     async def snapshot(self) -> Snapshot:
         """Return the whole catalog and its revision."""
@@ -218,9 +230,22 @@ class WriteTransaction(Reader):
             await self._connection.execute(written)
         self.entries.append(adapter)
 
+    async def put_evaluation(self, adapter: AdapterRecord, evaluation: EvaluationRecord) -> None:
+        """Add what a worker measured, in the place of what is known of that artifact."""
+        key = {"tenant": adapter.tenant, "name": adapter.name, "artifact_digest": evaluation.artifact_digest}
+        await self._connection.execute(sa.delete(EVALUATIONS).filter_by(**key))
+        row = {
+            "version_digest": evaluation.version_digest,
+            "format": evaluation.format,
+            "figures": encode_figures(evaluation.figures),
+            "create_time_us": evaluation.create_time_us,
+        }
+        await self._connection.execute(sa.insert(EVALUATIONS).values(**key, **row))
+        self.entries.append(adapter)  # as it was: the catalog does not tell of evaluations
+
     async def delete_adapter(self, tenant: str, name: str) -> None:
         """Delete an adapter with its versions."""
-        for table in (VERSIONS, ADAPTERS):
+        for table in (EVALUATIONS, VERSIONS, ADAPTERS):
             await self._connection.execute(sa.delete(table).filter_by(tenant=tenant, name=name))
         self.entries.append(DeletedAdapter(tenant, name))
 

@@ -81,6 +81,20 @@ VERSIONS = sa.Table(
     sa.UniqueConstraint("tenant", "name", "version_digest"),
 )
 
+# What workers measured, one row per artifact, those of formats that were replaced included; not in the change log.
+EVALUATIONS = sa.Table(
+    "evaluations",
+    METADATA,
+    sa.Column("tenant", NAME, primary_key=True),
+    sa.Column("name", NAME, primary_key=True),
+    sa.Column("artifact_digest", sa.Text, primary_key=True),
+    sa.Column("version_digest", sa.Text, nullable=False),
+    sa.Column("format", sa.Text, nullable=False),
+    sa.Column("figures", sa.Text, nullable=False),  # JSON of Figures
+    sa.Column("create_time_us", sa.BigInteger, nullable=False),
+    sa.ForeignKeyConstraint(["tenant", "name"], ["adapters.tenant", "adapters.name"], ondelete="CASCADE"),
+)
+
 API_KEYS = sa.Table(
     "api_keys",
     METADATA,

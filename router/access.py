@@ -36,13 +36,15 @@ class Access:
             raise Unauthenticated(f"no API key exists yet, so nobody is let in; {_MAKE_ONE}")
         secret = bearer_of(authorization)
         if secret is None:
-            raise Unauthenticated(f"an API key is needed: send `Authorization: Bearer {EXAMPLE}`; {_MAKE_ONE}")
+            raise Unauthenticated(
+                f"an API key is needed: send `Authorization: Bearer {EXAMPLE}`; {_MAKE_ONE}", credential="api_key"
+            )
         key_id = id_of(secret)
         if key_id is None:
-            raise Unauthenticated(f"the authorization is not `Bearer {EXAMPLE}`; {_MAKE_ONE}")
+            raise Unauthenticated(f"the authorization is not `Bearer {EXAMPLE}`; {_MAKE_ONE}", credential="api_key")
         key = keys.get(key_id)
         if not is_key(secret, key.key_sha256 if key else None) or key is None:
-            raise Unauthenticated(f"the API key is not valid: mistyped, or revoked; {_MAKE_ONE}")
+            raise Unauthenticated(f"the API key is not valid: mistyped, or revoked; {_MAKE_ONE}", credential="api_key")
         return key.tenant
 
     def reader(self, authorization: str | None) -> str:

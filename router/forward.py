@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Final
 
-import grpc
 import structlog
 from grpc import aio
 
@@ -28,6 +27,7 @@ from router.fleet import Fleet
 from router.fleet_link import Flight
 from router.placement import Pick, PlacementRequest, pick, prompt_tokens_on
 from router.traces import CallTrace
+from router.worker_errors import worker_error, worker_lost
 
 log = structlog.get_logger(__name__)
 
@@ -144,9 +144,10 @@ class WorkerStream:
         try:
             return await anext(self._events)
         except StopAsyncIteration:
-            raise self._ended(self._lost("the stream ended early")) from None
+            lost = worker_lost(self.worker_id, "the stream ended early", has_started=self._has_started)
+            raise self._ended(lost) from None
         except aio.AioRpcError as error:
-            raise self._ended(self._typed(error)) from None
+            raise self._ended(worker_error(error, self.worker_id, has_started=self._has_started)) from None
         except asyncio.CancelledError:
             if self._cut is None:
                 raise
@@ -155,25 +156,6 @@ class WorkerStream:
     def _ended(self, error: errors.LoraplexError) -> errors.LoraplexError:
         self._trace.end(error)
         return error
-
-    def _typed(self, error: aio.AioRpcError) -> errors.LoraplexError:
-        typed = errors.from_rpc_error(error)
-        if isinstance(typed, errors.Unauthenticated):  # the cluster's fault, not the client's
-            return errors.Unavailable(
-                f"worker {self.worker_id} refuses this router's cluster token; both need the same one",
-                worker_id=self.worker_id,
-            )
-        if errors.carries_details(error):
-            return typed  # the worker itself said so
-        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-            return self._lost(error.details() or error.code().name)
-        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return errors.DeadlineExceeded("the request's deadline passed before the answer was complete")
-        return typed
-
-    def _lost(self, why: str) -> errors.WorkerLost:
-        when = "in mid-stream" if self._has_started else "before it answered"
-        return errors.WorkerLost(f"worker {self.worker_id} was lost {when}: {why}", worker_id=self.worker_id)
 
     def close(self) -> None:
         """Cancel what is left of the call, so that the worker frees the request within a step. May be called again."""

@@ -16,12 +16,14 @@ from common.config import is_loopback
 from common.http_server import HttpServer, bind
 from common.rpc import Server
 from loraplex.credentials import bearer
+from loraplex.errors import Draining
 from loraplex.router.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc, models_pb2, models_pb2_grpc
 from router.access import Access
 from router.catalog import Catalog
 from router.catalog_cache import CacheWriter, load_into
 from router.catalog_watch import CatalogWatch
 from router.discovery import parse_workers
+from router.evaluation import Evaluations
 from router.fleet import Fleet
 from router.forward import Forwarder
 from router.http.app import make_app
@@ -62,10 +64,11 @@ class Router:
             Limits(router=settings.max_requests, tenant=settings.max_tenant_requests),
             request_timeout_s=settings.request_timeout_s,
         )
+        self._evaluations = Evaluations(self.fleet)
         inference, models, fleet = (
             InferenceService(self.inference, self.access),
             ModelService(self.catalog, self.access),
-            FleetService(self.fleet, self.catalog, self.access),
+            FleetService(self.fleet, self.catalog, self.access, self._evaluations),
         )
         self._grpc = Server(
             [
@@ -165,6 +168,7 @@ class Router:
         log.info("router.draining", delay_s=settings.drain_delay_s, in_flight=self.inference.in_flight)
         await asyncio.sleep(settings.drain_delay_s)
         self.inference.refuse_new()
+        self._evaluations.cut_all(Draining("this router is shutting down; try another", retry_after_s=1.0))
         if not await self.inference.wait_idle(settings.drain_timeout_s):
             log.warning("router.cutting_streams", in_flight=self.inference.in_flight)
             self.inference.cut_all()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, aclosing
 from typing import Any
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -24,6 +24,7 @@ from loraplex.router.v1 import (
 from loraplex.types.v1 import generation_pb2
 from router.access import Access
 from router.catalog import Adapter, Base, Catalog, Version, parse_min_revision
+from router.evaluation import EVALUATION_TIMEOUT_S, Evaluations
 from router.fleet import Fleet
 from router.forward import Job
 from router.inference import Inference, request_id_from
@@ -157,10 +158,22 @@ class ModelService(models_pb2_grpc.ModelServiceServicer):
 class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     """What this router knows of its workers."""
 
-    def __init__(self, fleet: Fleet, catalog: Catalog, access: Access) -> None:
+    def __init__(self, fleet: Fleet, catalog: Catalog, access: Access, evaluations: Evaluations) -> None:
         self._fleet = fleet
         self._catalog = catalog
         self._access = access
+        self._evaluations = evaluations
+
+    async def EvaluateAdapter(  # noqa: N802 - the name is the RPC's
+        self, request: fleet_pb2.EvaluateAdapterRequest, context: aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[fleet_pb2.EvaluateAdapterResponse]:
+        """Relay one evaluation from a worker."""
+        self._access.operator(_authorization(context))
+        remaining_s = context.time_remaining()
+        timeout_s = EVALUATION_TIMEOUT_S if remaining_s is None else remaining_s
+        async with aclosing(self._evaluations.run(request, timeout_s)) as events:
+            async for event in events:
+                yield event
 
     async def ListWorkers(  # noqa: N802 - the name is the RPC's
         self,

@@ -25,6 +25,8 @@ from loraplex.errors import CorruptArtifact
 from worker.engine.plan import (
     BASE_SLOT,
     AdapterLoad,
+    ComparedPositions,
+    ComparisonStep,
     NewRequest,
     SampledLogprobs,
     SampledTokens,
@@ -72,6 +74,20 @@ def expected_tokens(
     return tokens[len(prompt) :]
 
 
+def expected_comparison(
+    tokens: Sequence[int], first: int, exact: bytes, measured: bytes, vocab_size: int = 256, eos: int = 0
+) -> ComparedPositions:
+    """What comparing two adapters must give: 0 where they are the same, else a number of the tokens and both."""
+    same: list[bool] = []
+    kl: list[float] = []
+    for end in range(first + 1, len(tokens) + 1):
+        said = [next_token(tokens[:end], adapter, vocab_size, eos) for adapter in (exact, measured)]
+        same.append(said[0] == said[1])
+        distance = zlib.crc32(measured, zlib.crc32(exact)) % 1000 + 1 + end
+        kl.append(0.0 if exact == measured else distance / 1000)
+    return ComparedPositions(tuple(same), tuple(kl))
+
+
 @dataclass
 class FakeRunner:
     """See the module. All plan invariants are asserted; a broken one raises AssertionError out of `execute`."""
@@ -114,7 +130,13 @@ class FakeRunner:
             time.sleep(self.step_s)
         self._obey(plan)
         sampled = tuple([s for step in plan.sequences if (s := self._compute(step)) is not None])
-        return StepResult(plan.step, sampled, tuple([s.request_id for s in sampled if self._is_broken(s.request_id)]))
+        broken = [s.request_id for s in sampled if self._is_broken(s.request_id)]
+        compared = None
+        if plan.comparison is not None:
+            compared = self._compare(plan.comparison, {b for step in plan.sequences for b in step.block_ids})
+            if self.triggers and plan.comparison.token_ids[0] == Trigger.NOT_FINITE:
+                broken.append(plan.comparison.request_id)
+        return StepResult(plan.step, sampled, tuple(broken), compared)
 
     def prepare_adapter(self, slot: int, path: Path, chunk_ids: tuple[int, ...]) -> AdapterLoad:
         data = path.read_bytes()
@@ -150,7 +172,7 @@ class FakeRunner:
             assert new.request_id not in self.sequences, f"request {new.request_id} is announced twice"
             self.sequences[new.request_id] = _Sequence(new, [*new.prompt_token_ids, *new.generated_token_ids])
         ids = [step.request_id for step in plan.sequences]
-        assert ids, "an empty plan"
+        assert ids or plan.comparison is not None, "an empty plan"
         assert len(set(ids)) == len(ids), "a request stands twice in a plan"
         assert set(ids) >= {new.request_id for new in plan.new_requests}, "a new request computes nothing"
         for step in plan.sequences:
@@ -196,8 +218,10 @@ class FakeRunner:
             raise RuntimeError(f"step {plan.step} was told to fail")
         if not self.triggers:
             return
-        for step in plan.sequences:
-            order = self.sequences[step.request_id].new.prompt_token_ids[0]
+        orders = [self.sequences[step.request_id].new.prompt_token_ids[0] for step in plan.sequences]
+        if plan.comparison is not None:
+            orders.append(plan.comparison.token_ids[0])
+        for order in orders:
             if order == Trigger.CRASH_PROCESS:
                 os._exit(42)
             if order == Trigger.HANG:
@@ -207,6 +231,24 @@ class FakeRunner:
 
     def _is_broken(self, request_id: int) -> bool:
         return self.triggers and self.sequences[request_id].new.prompt_token_ids[0] == Trigger.NOT_FINITE
+
+    def _compare(self, step: ComparisonStep, others: set[int]) -> ComparedPositions:
+        """Check that a comparison has blocks of its own and resident adapters, and write what its KV would be."""
+        tokens = step.token_ids
+        each = -(-len(tokens) // self.block_tokens)
+        blocks = [*step.exact_block_ids, *step.measured_block_ids]
+        assert len(step.exact_block_ids) == len(step.measured_block_ids) == each, "wrong number of KV blocks"
+        assert len(set(blocks)) == len(blocks), "a block stands for two ranges of positions"
+        assert not others & set(blocks), "a request of the same step uses a block of the comparison"
+        assert 0 <= step.first_position < len(tokens) <= self.max_context_tokens
+        for slot in (step.exact_slot, step.measured_slot):
+            assert slot in self.adapters, "the adapter is not resident"
+            for chunk in self.adapter_chunks[slot]:
+                assert self.contents[chunk] == {-1: slot}, f"chunk {chunk} of the adapter was overwritten"
+        for block in blocks:
+            self.contents[block] = dict.fromkeys(range(self.block_tokens), step.request_id)
+        exact, measured = self.adapters[step.exact_slot], self.adapters[step.measured_slot]
+        return expected_comparison(tokens, step.first_position, exact, measured, self.vocab_size, self.eos_token)
 
     def _compute(self, step: SequenceStep) -> SampledTokens | None:
         sequence = self.sequences[step.request_id]

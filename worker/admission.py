@@ -22,9 +22,13 @@ _FRAMES_UNTIL_SEEN: Final = 2
 class Ticket:
     """One admitted RPC. Owned by its handler, which closes it whatever happens; closing twice is harmless."""
 
-    __slots__ = ("_admission", "_open", "active_choices", "admitted_s", "artifact_digest", "choices", "unseen_tokens")
+    __slots__ = (
+        "_admission", "_open", "active_choices", "admitted_s", "artifact_digest", "choices", "typical", "unseen_tokens",
+    )  # fmt: skip
 
-    def __init__(self, admission: Admission, choices: int, artifact_digest: str | None, now: float) -> None:
+    def __init__(
+        self, admission: Admission, choices: int, artifact_digest: str | None, now: float, *, typical: bool
+    ) -> None:
         self._admission = admission
         self._open = True
         self.choices = choices
@@ -32,6 +36,8 @@ class Ticket:
         """Choices that the engine has yet to finish."""
         self.artifact_digest = artifact_digest
         self.admitted_s = now
+        self.typical = typical
+        """Whether its time tells how long others will take."""
         self.unseen_tokens = 0
         """Prompt tokens, of all choices, that the engine's figures do not contain yet."""
 
@@ -81,7 +87,7 @@ class Admission:
         """Learn how many choices the engine runs at a time."""
         self._max_running = max_running
 
-    def admit(self, choices: int, artifact_digest: str | None, now: float) -> Ticket:
+    def admit(self, choices: int, artifact_digest: str | None, now: float, *, typical: bool = True) -> Ticket:
         """Take an RPC. Raises QueueFull with a time to wait, or InvalidParameter where it could never be taken."""
         capacity = self._max_running + self._max_waiting
         if choices > capacity:
@@ -94,7 +100,7 @@ class Admission:
                 retry_after_s=retry_after_s,
                 limit=capacity,
             )
-        ticket = Ticket(self, choices, artifact_digest, now)
+        ticket = Ticket(self, choices, artifact_digest, now, typical=typical)
         self._tickets.add(ticket)
         self._choices += choices
         self._active_choices += choices
@@ -160,5 +166,6 @@ class Admission:
             self._in_flight[digest] -= 1
             if not self._in_flight[digest]:
                 del self._in_flight[digest]
-        self._service_s += _SMOOTHING * (now - ticket.admitted_s - self._service_s)
+        if ticket.typical:
+            self._service_s += _SMOOTHING * (now - ticket.admitted_s - self._service_s)
         self._on_change(digest)

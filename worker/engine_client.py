@@ -22,6 +22,8 @@ from worker.engine_link import EngineLink, EngineStartError, LinkBroken, LinkClo
 from worker.mailbox import (
     Abort,
     AdapterOnDevice,
+    Compare,
+    Compared,
     EngineStatus,
     Failure,
     Output,
@@ -60,6 +62,16 @@ class RequestOwner(Protocol):
         """Learn that the request ended with an error."""
 
 
+class ComparisonOwner(Protocol):
+    """Who hears of a comparison's end. Called on the event loop, must not block."""
+
+    def on_compared(self, compared: Compared) -> None:
+        """Take the outcome."""
+
+    def on_failure(self, request_id: int, error: LoraplexError) -> None:
+        """Learn that it ended with an error."""
+
+
 @dataclass(frozen=True, slots=True)
 class EnginePatience:
     """How patient the front end is with its engine. Times in seconds."""
@@ -88,6 +100,7 @@ class EngineClient:
         self._patience = patience or EnginePatience()
         self._on_change = on_change
         self._owners: dict[int, RequestOwner] = {}
+        self._comparing: dict[int, ComparisonOwner] = {}
         self._link: EngineLink | None = None
         self._stopping = asyncio.Event()
         self._silence_timer: asyncio.TimerHandle | None = None
@@ -120,24 +133,36 @@ class EngineClient:
 
     def submit(self, request: Submit, owner: RequestOwner) -> None:
         """Hand a request to the engine. Raises EngineDown, or QueueFull where the engine does not keep up reading."""
+        self._send(request)
+        self._owners[request.request_id] = owner
+        self._watch_silence()
+
+    def compare(self, comparison: Compare, owner: ComparisonOwner) -> None:
+        """Hand a comparison to the engine; its id is of the same kind as a request's. Raises as `submit`."""
+        self._send(comparison)
+        self._comparing[comparison.request_id] = owner
+        self._watch_silence()
+
+    def _send(self, message: Submit | Compare) -> None:
         if self.state is not EngineState.READY or self._link is None:
             raise self.down_error()
         if self._link.unread_bytes > _MAX_UNREAD_BYTES:
             raise QueueFull("the engine is overrun; try again later", retry_after_s=1.0)
-        self._link.send(request)
-        self._owners[request.request_id] = owner
-        self._watch_silence()
+        self._link.send(message)
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """Stop requests; their owners hear no more of them. Unknown ids are ignored."""
-        known = tuple(request_id for request_id in request_ids if self._owners.pop(request_id, None) is not None)
+        known = tuple(request_id for request_id in request_ids if self._forget(request_id) is not None)
         if known and self._link is not None:
             self._link.send(Abort(known))
 
     @property
     def num_requests(self) -> int:
-        """Requests handed over and not ended."""
-        return len(self._owners)
+        """Requests and comparisons handed over and not ended."""
+        return len(self._owners) + len(self._comparing)
+
+    def _forget(self, request_id: int) -> RequestOwner | ComparisonOwner | None:
+        return self._owners.pop(request_id, None) or self._comparing.pop(request_id, None)
 
     def down_error(self) -> EngineDown:
         """Return what a request is told while no engine runs."""
@@ -233,10 +258,14 @@ class EngineClient:
                 if output.finish:
                     del self._owners[output.request_id]
                 owner.on_output(output)
+        for compared in step.compared:
+            comparing = self._comparing.pop(compared.request_id, None)
+            if comparing is not None:
+                comparing.on_compared(compared)
         for failure in step.failures:
-            owner = self._owners.pop(failure.request_id, None)
-            if owner is not None:
-                owner.on_failure(failure.request_id, _error_of(failure))
+            failed = self._forget(failure.request_id)
+            if failed is not None:
+                failed.on_failure(failure.request_id, _error_of(failure))
         self._on_change([*(adapter.artifact_digest for adapter in step.adapters), *step.gone])
 
     def _lose_engine(self) -> None:
@@ -244,7 +273,8 @@ class EngineClient:
             self._silence_timer.cancel()
             self._silence_timer = None
         self.num_lost += not self._stopping.is_set()
-        owners, self._owners = self._owners, {}
+        owners: dict[int, RequestOwner | ComparisonOwner] = {**self._owners, **self._comparing}
+        self._owners, self._comparing = {}, {}
         self.status = None
         lost, self.adapters = self.adapters, {}
         self.epoch = secrets.token_hex(8)
@@ -267,13 +297,13 @@ class EngineClient:
 
     def _check_silence(self) -> None:
         self._silence_timer = None
-        if not self._owners or self._link is None:
+        if not self.num_requests or self._link is None:
             self._suspected_frames = -1
             return
         timeout_s = self._patience.silence_timeout_s
         left_s = self._last_frame_s + timeout_s - time.monotonic()
         if left_s <= 0 and self._suspected_frames == self.num_frames:
-            log.error("engine.hangs", silent_s=timeout_s, requests=len(self._owners))
+            log.error("engine.hangs", silent_s=timeout_s, requests=self.num_requests)
             self._link.kill()
             return
         if left_s <= 0:

@@ -58,6 +58,21 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The tenant's share relative to others', above 0."""
 
 
+class Compare(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Compute tokens under two artifacts of an adapter and compare what they say comes next; `Compared` answers.
+
+    It waits until no other request does. `request_id` is of the same kind as a Submit's.
+    """
+
+    request_id: int
+    token_ids: tuple[int, ...]
+    first_position: int
+    """The distributions behind it and behind all later tokens are compared."""
+    exact: AdapterFile
+    measured: AdapterFile
+    tenant: str
+
+
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Stop requests and free what they hold within one step; unknown ids are ignored. No event answers it."""
 
@@ -68,7 +83,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Leave the loop and exit 0. A closed mailbox means the same."""
 
 
-ToEngine = Submit | Abort | Shutdown
+ToEngine = Submit | Compare | Abort | Shutdown
 
 
 # Engine to front end.
@@ -132,6 +147,16 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     is aborted and never gets `finish`."""
 
 
+class Compared(msgspec.Struct, frozen=True, array_like=True):
+    """How a comparison ended: one entry per position compared."""
+
+    request_id: int
+    same_top: tuple[bool, ...]
+    """Whether both artifacts find the same token likeliest."""
+    kl: tuple[float, ...]
+    """KL(exact || measured) in nats, 0 or more."""
+
+
 class Failure(msgspec.Struct, frozen=True, array_like=True):
     """A request that ends with an error of loraplex.errors, by its reason."""
 
@@ -189,6 +214,7 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Artifact digests of adapters that have left."""
     seconds: float = 0.0
     """From the beginning of the schedule to the end of the update; 0 where no step was computed."""
+    compared: tuple[Compared, ...] = ()
 
 
 FromEngine = Ready | StartFailed | Step

@@ -1,4 +1,4 @@
-"""The gRPC face of a worker: Generate and WatchStatus.
+"""The gRPC face of a worker: Generate, EvaluateAdapter and WatchStatus.
 
 Wires one RPC through validation, admission, text, adapter and engine, and turns what comes back into messages. Owns no
 state but whether the worker takes requests.
@@ -20,6 +20,8 @@ from common import tracing
 from loraplex.errors import ArtifactUnreachable, DeadlineExceeded, Draining, EngineDown, LoraplexError
 from loraplex.metadata_keys import STATUS_SEQUENCE_KEY
 from loraplex.worker.v1.worker_pb2 import (
+    EvaluateAdapterRequest,
+    EvaluateAdapterResponse,
     GenerateRequest,
     GenerateResponse,
     WatchStatusRequest,
@@ -31,6 +33,8 @@ from worker.adapters.store import AdapterStore, Lease
 from worker.adapters.versions import Versions
 from worker.admission import Admission, Ticket
 from worker.engine_client import EngineClient, EngineState
+from worker.evaluation.evaluator import Evaluator
+from worker.evaluation.requests import check_evaluation
 from worker.generation import ChoiceEnd, Generation, StreamLimits, TextDelta
 from worker.messages import (
     choice_end_message,
@@ -120,14 +124,16 @@ class WorkerService(WorkerServiceServicer):
         self._refusal: Callable[[], LoraplexError] | None = None
         self._held: set[_Held] = set()
         self._versions = Versions()
+        self._evaluator = Evaluator(parts.engine, parts.admission, parts.store, self._versions)
 
     def open(self, base: ServedBase) -> None:
         """Serve this base model, whenever the engine is ready."""
         self._base = base
 
     def refuse(self) -> None:
-        """Answer every new request with Draining."""
+        """Answer every new request with Draining, and give up an evaluation, which nobody waits for in haste."""
         self._refusal = lambda: Draining("the worker is draining; another worker may take the request")
+        self._evaluator.cut(self._refusal())
 
     def cut_all(self) -> None:
         """End the streams that are still open, with Draining."""
@@ -244,6 +250,23 @@ class WorkerService(WorkerServiceServicer):
                     )
                     describe_answer(message.finished)
                     yield message
+
+    async def EvaluateAdapter(  # noqa: N802 - gRPC's name
+        self,
+        request: EvaluateAdapterRequest,
+        context: aio.ServicerContext[EvaluateAdapterRequest, EvaluateAdapterResponse],
+    ) -> AsyncIterator[EvaluateAdapterResponse]:
+        """Measure an artifact against the exact one: see worker.proto."""
+        base, ready = self._serving()
+        checked = check_evaluation(request, base_digest=base.digest)
+        run = self._evaluator.begin(checked, base.digest, base.text, ready, context.time_remaining())
+        # As in Generate: a handler that is suspended in a write hears late that its client has left.
+        context.add_done_callback(lambda _: run.end())  # type: ignore[arg-type] # the stubs name a class here
+        try:
+            async for message in self._evaluator.events(run, base.digest, ready):
+                yield message
+        finally:
+            run.end()
 
     async def WatchStatus(  # noqa: N802 - gRPC's name
         self, request: WatchStatusRequest, context: aio.ServicerContext[WatchStatusRequest, WatchStatusResponse]

@@ -1,4 +1,4 @@
-"""`loraplex adapter`: add, list, show, repack, rm."""
+"""`loraplex adapter`: add, list, show, evaluate, repack, rm."""
 
 from __future__ import annotations
 
@@ -9,19 +9,28 @@ from typing import Annotated, Final
 
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TransferSpeedColumn,
+)
 
+from loraplex.cli import evaluations as evaluated
 from loraplex.cli import output
 from loraplex.cli.app import new_group
 from loraplex.cli.options import REGISTRY, ROUTER, Json, Registry, Router, Wait
-from loraplex.client import Client
+from loraplex.client import Client, Timeouts
 from loraplex.errors import CatalogBehind, ModelNotFound, Unauthenticated, Unavailable
 from loraplex.peft_folder import read_adapter_folder
-from loraplex.records import AdapterVersion, PackingReport
+from loraplex.records import AdapterVersion, Evaluation, PackingReport
 
 app = new_group("Register adapters and look at them.")
 
 WAIT_S: Final = 15.0
+EVALUATE_S: Final = Timeouts().evaluate_s
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The adapter's name, which clients ask for as their model.")]
 _NUM_WORST: Final = 3  # modules named in text; --json has all
 
@@ -125,10 +134,14 @@ def show(name: Name, registry: Registry = REGISTRY, as_json: Json = False) -> No
         return
     output.stdout().print(f"[bold]{escape(adapter.name)}[/] for base {escape(adapter.base_id)}")
     reports = {report.version_digest: report for report in adapter.reports}
-    _print_version(adapter.current, reports.get(adapter.current.version_digest))
+    _print_version(
+        adapter.current,
+        reports.get(adapter.current.version_digest),
+        evaluated.of_artifact(adapter.evaluations, adapter.current),
+    )
     output.stdout().print()
     output.print_table(
-        ["version", "artifact", "#rank", "format", "#size", "registered", ""],
+        ["version", "artifact", "#rank", "format", "#size", "#as exact", "#KL", "registered", ""],
         [
             (
                 output.short(version.version_digest),
@@ -136,6 +149,7 @@ def show(name: Name, registry: Registry = REGISTRY, as_json: Json = False) -> No
                 str(version.rank),
                 version.format,
                 output.size(version.artifact_bytes),
+                *evaluated.in_columns(evaluated.of_artifact(adapter.evaluations, version)),
                 output.when(version.create_time),
                 "current" if version.version_digest == adapter.current.version_digest else "",
             )
@@ -143,6 +157,49 @@ def show(name: Name, registry: Registry = REGISTRY, as_json: Json = False) -> No
         ],
         empty="no versions",
     )
+
+
+@app.command()
+def evaluate(
+    name: Name,
+    quantization: Annotated[
+        Quantization | None,
+        typer.Option(
+            "--format",
+            help="What to measure: the format that it is packed in, which is the default, or none, which compares the "
+            "exact artifact with itself.",
+            show_default=False,
+        ),
+    ] = None,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", min=1, help="Give up after so long.")
+    ] = EVALUATE_S,
+    router: Router = ROUTER,
+    registry: Registry = REGISTRY,
+    as_json: Json = False,
+) -> None:
+    """Measure what quantizing an adapter cost its answers, on a worker, and record it.
+
+    Fixed prompts are answered by the exact adapter; at every token of these answers the packed one is asked what comes
+    next, and compared. Clients' requests go first.
+    """
+    console = output.stderr()
+    bar = Progress(
+        TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TextColumn("prompts"),
+        console=console, transient=True, disable=as_json or not console.is_terminal,
+    )  # fmt: skip
+    with Client(router, registry) as client, bar:
+        task = bar.add_task("evaluate", total=None)
+        evaluation = client.evaluate_adapter(
+            name,
+            quantization=quantization or "",
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            timeout_s=timeout_s,
+        )
+    if as_json:
+        output.print_json(evaluation)
+        return
+    output.stdout().print(f"[bold]{escape(name)}[/] in {evaluation.format}: {escape(evaluated.in_words(evaluation))}")
 
 
 @app.command()
@@ -185,7 +242,7 @@ def rm(
         output.stdout().print(f"[bold]{escape(name)}[/] is deleted")
 
 
-def _print_version(version: AdapterVersion, report: PackingReport | None) -> None:
+def _print_version(version: AdapterVersion, report: PackingReport | None, evaluation: Evaluation | None = None) -> None:
     kinds = ", ".join(version.target_modules)
     lines = [
         ("version", version.version_digest),
@@ -196,6 +253,8 @@ def _print_version(version: AdapterVersion, report: PackingReport | None) -> Non
     if report and version.format != "none":
         worst = ", ".join(f"{module} {error:.2%}" for module, error in report.errors[:_NUM_WORST])
         lines.append(("error", f"{report.mean_error:.2%} mean over the modules; worst {worst}"))
+    if evaluation:
+        lines.append(("answers", evaluated.in_words(evaluation)))
     if report:
         lines.append(("sizes", ", ".join(f"{form} {output.size(size)}" for form, size in report.sizes.items())))
     for label, value in lines:

@@ -46,6 +46,8 @@ def chat(
     opening = [Message("system", system)] if system is not None else []
     with Client(router) as client:
         client.get_model(model)  # a wrong name is told before the first turn is typed
+        if interactive:
+            output.note("Ctrl-D leaves, Ctrl-C ends an answer, /reset forgets the conversation")
         talk = _Conversation(client, model, chosen, opening, as_json=as_json, stats=stats)
         while (line := _read_line(interactive=interactive)) is not None:
             if line.strip() == "/reset":

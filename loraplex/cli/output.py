@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from loraplex.cli.refusals import message_of
 from loraplex.errors import LoraplexError, RegistryUnavailable, Unavailable
 
 SHORT_DIGEST: Final = 12
@@ -92,12 +94,12 @@ def write_text(text: str) -> None:
 def print_error(error: LoraplexError, *, as_json: bool) -> None:
     """Print an error on stderr: one line with reason and remedy, or a JSON object."""
     if as_json:
-        body = {"reason": error.reason, "message": error.message, "metadata": error.metadata}
+        body = {"reason": error.reason, "message": message_of(error, os.environ), "metadata": error.metadata}
         print(json.dumps({"error": body}, ensure_ascii=False), file=sys.stderr, flush=True)
         return
     line = stderr()
     line.print("error:", style="bold red", end=" ")
-    line.print(escape(clean(error.message)) + escape(_remedy(error)))
+    line.print(escape(clean(message_of(error, os.environ))) + escape(_remedy(error)))
 
 
 def _remedy(error: LoraplexError) -> str:

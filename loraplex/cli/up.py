@@ -24,6 +24,7 @@ from loraplex.errors import FailedPrecondition
 from loraplex.folder_lock import FolderLock
 from loraplex.records import Model
 
+_LOCK: Final = "up.lock"
 _DEFAULT_PORTS: Final = ("127.0.0.1:50050", "127.0.0.1:50051")
 
 
@@ -87,8 +88,14 @@ def up(
             for index, name in enumerate(["the registry", *(f"worker-{index}" for index in range(workers))])
         ),
     ]
-    claim_ports(host, wanted)  # before anything slow
     state_dir = (state or default_state_dir()).expanduser().absolute()
+    try:
+        claim_ports(host, wanted)  # before anything slow
+    except FailedPrecondition:
+        if (state_dir / _LOCK).exists():  # it is the folder's own cluster, perhaps, that has the ports
+            with state_lock(state_dir).held():
+                pass
+        raise
     with state_lock(state_dir).held():
         chosen = resolve_base(base, base_id, (lambda _: None) if as_json else output.note)
         registry_port, router_port, http_port, *others = claim_ports(host, wanted)
@@ -121,7 +128,7 @@ def state_lock(state_dir: Path) -> FolderLock:
         state_dir,
         "the state folder",
         "choose another folder with --state",
-        file_name="up.lock",
+        file_name=_LOCK,
         needs_space=True,  # logs go there, and who reads them wonders where they are
     )
 

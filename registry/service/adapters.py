@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
@@ -15,9 +16,16 @@ from loraplex.errors import InvalidParameter
 from loraplex.registry.v1 import adapter_pb2, adapter_pb2_grpc
 from registry.artifacts import ArtifactFolder
 from registry.domain import check_adapter_name, unknown_adapter
+from registry.evaluations import EvaluationRecord, check_figures, evaluated_version
 from registry.reserve import SpaceReserve
 from registry.service.garbage import collect
-from registry.service.messages import adapter_message, report_messages
+from registry.service.messages import (
+    adapter_message,
+    evaluation_message,
+    evaluation_messages,
+    figures_of,
+    report_messages,
+)
 from registry.service.repacking import Repacking
 from registry.service.tasks import to_the_end
 from registry.service.uploads import Uploads
@@ -73,10 +81,13 @@ class Adapters(adapter_pb2_grpc.AdapterServiceServicer):
         async with self._store.read() as reader:
             adapter = await reader.adapter(DEFAULT_TENANT, name)
             reports = await reader.reports(DEFAULT_TENANT, name)
+            evaluations = await reader.evaluations(DEFAULT_TENANT, name)
         if adapter is None:
             raise unknown_adapter(name)
         return adapter_pb2.GetAdapterResponse(
-            adapter=adapter_message(adapter), reports=report_messages(adapter, reports)
+            adapter=adapter_message(adapter),
+            reports=report_messages(adapter, reports),
+            evaluations=evaluation_messages(adapter, evaluations),
         )
 
     async def ListAdapters(
@@ -97,6 +108,31 @@ class Adapters(adapter_pb2_grpc.AdapterServiceServicer):
     ) -> adapter_pb2.UpdateAdapterResponse:
         """Pack the current version of an adapter in another format."""
         return await self._repacking.update(request)
+
+    async def RecordEvaluation(
+        self, request: adapter_pb2.RecordEvaluationRequest, context: Any
+    ) -> adapter_pb2.RecordEvaluationResponse:
+        """Store what a worker measured of an artifact."""
+        name, message = check_adapter_name(request.name), request.evaluation
+        figures = check_figures(figures_of(message))
+        async with self._store.write() as transaction:
+            adapter = await transaction.adapter(DEFAULT_TENANT, name)
+            if adapter is None:
+                raise unknown_adapter(name)
+            version, form = evaluated_version(
+                adapter,
+                version_digest=message.version_digest,
+                artifact_digest=message.artifact_digest,
+                exact_artifact_digest=message.exact_artifact_digest,
+                base_digest=message.base_digest,
+            )
+            now_us = time.time_ns() // 1000
+            record = EvaluationRecord(version.version_digest, message.artifact_digest, form, figures, now_us)
+            await transaction.put_evaluation(adapter, record)
+        log.info("registry.evaluation_recorded", name=name, artifact=record.artifact_digest[:12], format=form)
+        return adapter_pb2.RecordEvaluationResponse(
+            revision=transaction.revision, report=evaluation_message(record, version.base_digest)
+        )
 
     async def DeleteAdapter(
         self, request: adapter_pb2.DeleteAdapterRequest, context: Any

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Final
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -11,6 +12,7 @@ from common.adapter_format.parts import FORMAT_INT4, FORMAT_INT8, FORMAT_NONE
 from loraplex.errors import InvalidParameter
 from loraplex.manifest import BaseManifest, TensorInfo
 from loraplex.registry.v1 import adapter_pb2, api_key_pb2, base_model_pb2
+from loraplex.types.v1.evaluation_pb2 import Evaluation
 from registry.domain import (
     AdapterRecord,
     ApiKeyRecord,
@@ -20,6 +22,7 @@ from registry.domain import (
     Entry,
     VersionRecord,
 )
+from registry.evaluations import EvaluationRecord, Figures
 from registry.reports import PackingReport
 
 _FORMATS: Final = {
@@ -72,6 +75,7 @@ def version_message(version: VersionRecord) -> adapter_pb2.AdapterVersion:
         num_base_modules=version.num_base_modules,
         dtype=version.dtype,
         create_time=timestamp(version.create_time_us),
+        exact_artifact_digest=version.source_digest,
     )
 
 
@@ -106,6 +110,42 @@ def report_message(
 def report_messages(adapter: AdapterRecord, reports: Mapping[str, PackingReport]) -> list[adapter_pb2.PackingReport]:
     """Return what packing made of an adapter's versions: of the current one in full, of others the worst module."""
     return [report_message(digest, report, only_worst=digest != adapter.current) for digest, report in reports.items()]
+
+
+def figures_of(message: Evaluation) -> Figures:
+    """Return the figures in a message; nothing is checked."""
+    return Figures(
+        exact_artifact_digest=message.exact_artifact_digest,
+        prompt_set=message.prompt_set,
+        num_prompts=message.num_prompts,
+        num_positions=message.num_positions,
+        top1_agreement=message.top1_agreement,
+        mean_kl=message.mean_kl,
+        max_kl=message.max_kl,
+        worker_version=message.worker_version,
+        device=message.device,
+    )
+
+
+def evaluation_message(record: EvaluationRecord, base_digest: str) -> adapter_pb2.EvaluationReport:
+    """Return what was measured of an artifact as clients see it."""
+    evaluation = Evaluation(
+        version_digest=record.version_digest,
+        artifact_digest=record.artifact_digest,
+        base_digest=base_digest,
+        **asdict(record.figures),
+    )
+    return adapter_pb2.EvaluationReport(
+        format=record.format, evaluation=evaluation, create_time=timestamp(record.create_time_us)
+    )
+
+
+def evaluation_messages(
+    adapter: AdapterRecord, records: Iterable[EvaluationRecord]
+) -> list[adapter_pb2.EvaluationReport]:
+    """Return what was measured of an adapter's versions."""
+    bases = {version.version_digest: version.base_digest for version in adapter.versions}
+    return [evaluation_message(record, bases[record.version_digest]) for record in records]
 
 
 def entry_message(entry: Entry) -> adapter_pb2.CatalogEntry:

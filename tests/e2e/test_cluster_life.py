@@ -40,10 +40,12 @@ def test_a_taken_port_is_named_with_the_option_that_changes_it(cluster, tiny_bas
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_state_folder_in_use_names_its_holder(cluster, tiny_base):
-    ran = loraplex("up", "--base", tiny_base, "--state", cluster.state_dir, *FREE_PORTS)
-    assert ran.code == 1
-    assert str(cluster.process.pid) in ran.err
+def test_a_state_folder_in_use_names_its_holder_though_ports_are_taken_too(cluster, tiny_base):
+    port = cluster.ready["router"].rpartition(":")[2]
+    for ports in (FREE_PORTS, [*FREE_PORTS, "--router-port", port]):
+        ran = loraplex("up", "--base", tiny_base, "--state", cluster.state_dir, *ports)
+        assert ran.code == 1
+        assert f"is in use by process {cluster.process.pid} on host" in ran.err
 
 
 def test_sigterm_lets_streams_finish_and_leaves_nothing(tiny_base):

@@ -137,5 +137,8 @@ class FakeRegistry(adapter_pb2_grpc.AdapterServiceServicer):
     def UpdateAdapter(self, request: Any, context: Any) -> Any:
         raise NotImplementedError
 
+    def RecordEvaluation(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
     def DeleteAdapter(self, request: Any, context: Any) -> Any:
         raise NotImplementedError

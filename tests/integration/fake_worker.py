@@ -14,7 +14,7 @@ from grpc import aio
 
 from common.rpc import Server
 from loraplex.errors import LoraplexError
-from loraplex.types.v1 import generation_pb2
+from loraplex.types.v1 import evaluation_pb2, generation_pb2
 from loraplex.worker.v1 import worker_pb2, worker_pb2_grpc
 from tests.integration.fake_registry import BASE
 
@@ -92,6 +92,28 @@ def raising(error: LoraplexError, *before: Event) -> Script:
     return script
 
 
+EvaluationScript = Callable[
+    ["FakeWorker", worker_pb2.EvaluateAdapterRequest], AsyncIterator[worker_pb2.EvaluateAdapterResponse]
+]
+
+
+async def evaluate_at_once(
+    worker: FakeWorker, request: worker_pb2.EvaluateAdapterRequest
+) -> AsyncIterator[worker_pb2.EvaluateAdapterResponse]:
+    """Tells progress and then figures that name what was asked for, and this worker as the device."""
+    progress = evaluation_pb2.EvaluationProgress(done_prompts=1, total_prompts=2)
+    yield worker_pb2.EvaluateAdapterResponse(progress=progress)
+    evaluation = evaluation_pb2.Evaluation(
+        version_digest=request.version_digest,
+        artifact_digest=request.artifact_digest,
+        exact_artifact_digest=request.exact_artifact_digest,
+        base_digest=request.base_digest,
+        num_positions=7,
+        device=worker.worker_id,
+    )
+    yield worker_pb2.EvaluateAdapterResponse(evaluation=evaluation)
+
+
 @dataclass(eq=False)
 class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     """WorkerService whose answers are a script. Counts what it was asked and what was cancelled."""
@@ -99,6 +121,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     worker_id: str = "w1"
     base_digest: str = BASE
     script: Script = say_hello
+    evaluation: EvaluationScript = evaluate_at_once
     port: int = 0
     state: int = worker_pb2.WORKER_STATE_SERVING
     epoch: str = "e1"
@@ -187,6 +210,24 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             if not self._ends_status:
                 seen = self.sequence
                 yield self._message(full=False)
+
+    async def EvaluateAdapter(
+        self, request: worker_pb2.EvaluateAdapterRequest, context: aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[worker_pb2.EvaluateAdapterResponse]:
+        self.time_remaining_s.append(context.time_remaining())
+        self.in_flight += 1
+        ended = False
+        try:
+            async for event in self.evaluation(self, request):
+                yield event
+            ended = True
+        except Exception:
+            ended = True
+            raise
+        finally:
+            self.in_flight -= 1
+            self.num_cancelled += not ended
+            asyncio.get_running_loop().create_task(self._notify())
 
     async def Generate(
         self, request: worker_pb2.GenerateRequest, context: aio.ServicerContext[Any, Any]

@@ -86,7 +86,7 @@ async def assert_refused(router: RunningRouter, worker: FakeWorker, sent: str | 
     for error in await grpc_refusals(router, () if sent is None else (("authorization", sent),)):
         assert type(error) is errors.Unauthenticated
         assert said in error.message
-        assert error.metadata == {}
+        assert error.metadata == {"credential": "api_key"}
     for answer in await http_answers(router, {} if sent is None else {"authorization": sent}):
         assert answer.status_code == 401
         assert answer.headers["www-authenticate"] == "Bearer"

@@ -17,7 +17,18 @@ from worker.engine.loader import Loader
 from worker.engine.plan import AdapterLoad, Runner, StepPlan
 from worker.engine.refusal import NOT_FINITE, STEP_FAILED, Problem
 from worker.engine.scheduler import Scheduler
-from worker.mailbox import Abort, EngineStatus, Failure, Output, Shutdown, Step, Submit, ToEngine
+from worker.mailbox import (
+    Abort,
+    Compare,
+    Compared,
+    EngineStatus,
+    Failure,
+    Output,
+    Shutdown,
+    Step,
+    Submit,
+    ToEngine,
+)
 
 MAX_FAILED_STEPS: Final = 3
 """Steps in a row that may raise before the engine gives up: something is wrong with more than one request."""
@@ -50,6 +61,7 @@ class EngineLoop:
         self._describe = describe
         self._clock = clock
         self._failures: list[Failure] = []
+        self._compared: list[Compared] = []
         self._told: EngineStatus | None = None
         self._failed_steps = 0
 
@@ -72,6 +84,10 @@ class EngineLoop:
         match message:
             case Submit():
                 failure = self._scheduler.submit(message)
+                if failure is not None:
+                    self._failures.append(failure)
+            case Compare():
+                failure = self._scheduler.compare(message)
                 if failure is not None:
                     self._failures.append(failure)
             case Abort():
@@ -118,9 +134,11 @@ class EngineLoop:
                 raise EngineBroken(f"{self._failed_steps} steps in a row failed") from error
             return []
         self._failed_steps = 0
+        self._compared = self._scheduler.take_compared()
         if broken := result.broken_request_ids:
             self._failures += self._scheduler.fail(broken, NOT_FINITE)
             outputs = [output for output in outputs if output.request_id not in broken]
+            self._compared = [compared for compared in self._compared if compared.request_id not in broken]
         return outputs
 
     def _tell(self, outputs: list[Output], *, step_s: float | None = None) -> None:
@@ -128,8 +146,9 @@ class EngineLoop:
         status, changes = self._scheduler.status(), self._scheduler.take_adapter_changes()
         if step_s is None and not (self._failures or changes or status != self._told):
             return
-        failures = tuple(self._failures)
+        failures, compared = tuple(self._failures), tuple(self._compared)
         told = (self._scheduler.step, tuple(outputs), failures, status, changes.adapters, changes.gone)
-        self._inbox.send(Step(*told, step_s or 0.0))
+        self._inbox.send(Step(*told, step_s or 0.0, compared))
         self._failures.clear()
+        self._compared.clear()
         self._told = status

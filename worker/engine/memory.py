@@ -10,6 +10,7 @@ is used afterwards. So frequent things last longer, and nothing lasts for ever. 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import Protocol
 
 from worker.engine.arena import Arena, Use
 from worker.engine.config import EngineConfig
@@ -20,6 +21,20 @@ from worker.engine.rates import StepRates
 from worker.engine.request import Request
 from worker.engine.residency import Changes, Placement, Residency, Slot
 from worker.mailbox import AdapterFile
+
+
+class Claimant(Protocol):
+    """Who an adapter is loaded for."""
+
+    @property
+    def request_id(self) -> int:
+        """Unique in this engine."""
+        ...
+
+    @property
+    def tenant(self) -> str:
+        """Whose counter the load is charged to."""
+        ...
 
 
 class Memory:
@@ -65,7 +80,7 @@ class Memory:
         arena, residency = self._arena, self._residency
         idle = residency.idle_chunks
         if idle:
-            for digest in keep:
+            for digest in set(keep):
                 slot = residency.find(digest)
                 if slot is not None and slot.idle:
                     idle -= len(slot.chunk_ids)
@@ -143,7 +158,7 @@ class Memory:
     # Adapters.
 
     def place(
-        self, file: AdapterFile, request: Request, claimed: Collection[str], *, reserve: int, now: float
+        self, file: AdapterFile, request: Claimant, claimed: Collection[str], *, reserve: int, now: float
     ) -> Placement | None:
         """Take a slot and chunks for a request's adapter, which has none; evict what is idle where that is needed.
 

@@ -53,6 +53,21 @@ class SequenceStep(msgspec.Struct, frozen=True, gc=False):
     """Whether the last position's logits choose the next token (false for all but a prompt's last chunk)."""
 
 
+class ComparisonStep(msgspec.Struct, frozen=True, gc=False):
+    """Tokens that are computed under two artifacts of an adapter, from position 0 on, to compare their logits."""
+
+    request_id: int
+    token_ids: tuple[int, ...]
+    first_position: int
+    """Logits of the tokens from here to the last are compared."""
+    exact_slot: int
+    exact_block_ids: tuple[int, ...]
+    """KV blocks of this step alone; see SequenceStep."""
+    measured_slot: int
+    """The same as `exact_slot` where an artifact is compared with itself."""
+    measured_block_ids: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step of the whole batch."""
@@ -63,6 +78,7 @@ class StepPlan:
     ended_request_ids: tuple[int, ...]
     """Requests whose sampler state may be forgotten before this step. Told again when a step failed, so unknown ids are
     to be ignored."""
+    comparison: ComparisonStep | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +98,22 @@ class SampledTokens(msgspec.Struct, frozen=True, gc=False):
     logprobs: tuple[SampledLogprobs, ...] = ()
 
 
+class ComparedPositions(msgspec.Struct, frozen=True, gc=False):
+    """What a comparison found; see mailbox.Compared."""
+
+    same_top: tuple[bool, ...]
+    kl: tuple[float, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What came out of a plan: one entry per sequence with `sample`."""
+    """What came out of a plan: one entry per sequence with `sample`, and its comparison's."""
 
     step: int
     sampled: tuple[SampledTokens, ...]
     broken_request_ids: tuple[int, ...] = ()
-    """Of those sampled, requests whose logits were NaN or infinite: their tokens mean nothing."""
+    """Of those sampled or compared, requests whose logits were NaN or infinite: what came out means nothing."""
+    compared: ComparedPositions | None = None
 
 
 def sampled_by_request(plan: StepPlan, result: StepResult) -> dict[int, SampledTokens]:
@@ -98,6 +122,8 @@ def sampled_by_request(plan: StepPlan, result: StepResult) -> dict[int, SampledT
     expected = {sequence.request_id for sequence in plan.sequences if sequence.sample}
     if result.step != plan.step or sampled.keys() != expected or len(sampled) != len(result.sampled):
         raise ValueError(f"the runner's result does not answer the plan of step {plan.step}")
+    if (plan.comparison is None) != (result.compared is None):
+        raise ValueError(f"the runner's result does not answer the comparison of step {plan.step}")
     if not all(entry.token_ids for entry in result.sampled):
         raise ValueError(f"the runner sampled no token for a request of step {plan.step}")
     return sampled

@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from worker.engine import refusal
 from worker.engine.admission import admit
 from worker.engine.arena import Use
+from worker.engine.comparisons import Comparisons
+from worker.engine.comparisons import check as check_comparison
 from worker.engine.config import EngineConfig
 from worker.engine.fairness import TenantCounters
 from worker.engine.growth import Shares, grow, share_prompt_tokens, share_tokens
 from worker.engine.memory import Memory
 from worker.engine.plan import (
     AdapterLoad,
+    ComparisonStep,
     NewRequest,
     SampledTokens,
     StepPlan,
@@ -31,7 +34,7 @@ from worker.engine.rates import StepRates
 from worker.engine.request import Request
 from worker.engine.residency import Changes, Placement
 from worker.engine.waiting import WaitingQueue
-from worker.mailbox import EngineStatus, Failure, Output, Position, Submit
+from worker.mailbox import Compare, Compared, EngineStatus, Failure, Output, Position, Submit
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,8 @@ class Scheduler:
         self._memory = Memory(config, rates)
         self._counters = TenantCounters()
         self._waiting = WaitingQueue(self._counters)
+        self._comparisons = Comparisons(self._memory, config)
+        self._compared: list[Compared] = []
         self._running: dict[int, Request] = {}
         self._in_flight: StepPlan | None = None
         self._leaving: list[Request] = []  # ended while the plan in flight may still use what they hold
@@ -69,8 +74,7 @@ class Scheduler:
 
     def submit(self, submit: Submit) -> Failure | None:
         """Queue a request, or return why it can never run. Raises ValueError when its id is in use."""
-        if submit.request_id in self._running or submit.request_id in self._waiting:
-            raise ValueError(f"request id {submit.request_id} is already in use")
+        self._check_unused(submit.request_id)
         problem = None if submit.adapter is None else refusal.adapter_too_large(submit.adapter, self._config)
         if problem is None:
             problem = refusal.check(submit, self._config)
@@ -91,6 +95,15 @@ class Scheduler:
         self._counters.forget_absent(self._present_tenants)
         return None
 
+    def compare(self, compare: Compare) -> Failure | None:
+        """Queue a comparison, or return why it can never run. Raises ValueError when its id is in use."""
+        self._check_unused(compare.request_id)
+        problem = check_comparison(compare, self._config)
+        if problem is not None:
+            return Failure(compare.request_id, *problem)
+        self._comparisons.add(compare)
+        return None
+
     def abort(self, request_ids: Iterable[int]) -> None:
         """End requests without an event and free what they hold; unknown ids are ignored."""
         for request_id in request_ids:
@@ -98,6 +111,7 @@ class Scheduler:
                 self._end(self._running[request_id])
             else:
                 self._waiting.remove(request_id)
+                self._comparisons.remove(request_id)
 
     def fail(self, request_ids: Sequence[int], problem: refusal.Problem) -> list[Failure]:
         """Fail requests, freeing what those that still run hold."""
@@ -125,6 +139,9 @@ class Scheduler:
         for request in self._waiting.waiting_for(slot.file.artifact_digest):
             self._waiting.remove(request.request_id)
             failures.append(Failure(request.request_id, *problem))
+        for request_id in self._comparisons.waiting_for(slot.file.artifact_digest):
+            self._comparisons.remove(request_id)
+            failures.append(Failure(request_id, *problem))
         return failures
 
     # Steps.
@@ -136,6 +153,7 @@ class Scheduler:
         shares, budget = share_tokens(self._running.values(), self._config, self._skip_cached)
         shares, short = self._grow(shares)
         placements: tuple[Placement, ...] = ()
+        comparison: ComparisonStep | None = None
         if self._waiting and not short:
             admission = admit(self._waiting, tuple(self._running.values()), self._memory, self._config, now)
             placements = admission.placements
@@ -143,12 +161,15 @@ class Scheduler:
                 self._admit(request)
             if admission.admitted:
                 more: Shares = []
-                share_prompt_tokens(admission.admitted, budget, more, self._skip_cached)
+                budget = share_prompt_tokens(admission.admitted, budget, more, self._skip_cached)
                 more, short = self._grow(more)
                 shares += more
                 if short:
                     shares = [share for share in shares if share[0].request_id in self._running]
-        self._in_flight = self._plan(shares) if shares else None
+        if self._comparisons and not self._waiting and not short:
+            loads, comparison = self._comparisons.next(self._running.values(), budget, now, alone=not shares)
+            placements = (*placements, *loads)
+        self._in_flight = self._plan(shares, comparison) if shares or comparison is not None else None
         return Schedule(self._memory.take_evicted(), placements, self._in_flight)
 
     def update(self, plan: StepPlan, result: StepResult, seconds: float, now: float) -> list[Output]:
@@ -158,6 +179,8 @@ class Scheduler:
         """
         sampled = sampled_by_request(plan, result)
         self._answered(plan)
+        if (compared := self._comparisons.finish(result.compared)) is not None:
+            self._compared.append(compared)
         del self._ended[: len(plan.ended_request_ids)]
         outputs: list[Output] = []
         prefill_tokens = decode_tokens = 0
@@ -177,13 +200,23 @@ class Scheduler:
                 self._memory.publish(request)
             if sequence.sample:
                 outputs.append(self._take(request, sampled[sequence.request_id], now))
-        self._rates.add_step(prefill_tokens, decode_tokens, seconds)
+        if plan.comparison is None:  # it costs more than the tokens say
+            self._rates.add_step(prefill_tokens, decode_tokens, seconds)
         return outputs
+
+    def take_compared(self) -> list[Compared]:
+        """Return the comparisons that `update` has finished since the last call."""
+        compared, self._compared = self._compared, []
+        return compared
 
     def fail_step(self, plan: StepPlan, problem: refusal.Problem) -> list[Failure]:
         """Take a step that raised: all of its requests fail and free what they hold; the others run on."""
         self._answered(plan)
-        return self.fail([s.request_id for s in plan.sequences if s.request_id in self._running], problem)
+        failed = [s.request_id for s in plan.sequences if s.request_id in self._running]
+        if (comparing := self._comparisons.in_step()) is not None:
+            failed.append(comparing)
+        self._comparisons.finish(None)
+        return self.fail(failed, problem)
 
     def take_adapter_changes(self) -> Changes:
         """Return which adapters came, left or changed since the last call."""
@@ -195,7 +228,7 @@ class Scheduler:
         queued = sum([request.uncomputed_tokens for request in self._running.values()])
         return EngineStatus(
             running_requests=len(self._running),
-            waiting_requests=len(self._waiting),
+            waiting_requests=len(self._waiting) + len(self._comparisons),
             queued_prefill_tokens=self._waiting.uncomputed_tokens + queued,
             free_blocks=self._memory.available(),
             prefill_tokens_per_second=self._rates.prefill.tokens_per_second,
@@ -239,7 +272,11 @@ class Scheduler:
         self._waiting.add(request)
         self._num_preempted += 1
 
-    def _plan(self, shares: Shares) -> StepPlan:
+    def _check_unused(self, request_id: int) -> None:
+        if request_id in self._running or request_id in self._waiting or request_id in self._comparisons:
+            raise ValueError(f"request id {request_id} is already in use")
+
+    def _plan(self, shares: Shares, comparison: ComparisonStep | None) -> StepPlan:
         self._step += 1
         new: list[NewRequest] = []
         for request, _ in shares:
@@ -247,7 +284,7 @@ class Scheduler:
                 request.announced = True
                 new.append(request.as_new())
         sequences = tuple([request.next_step(count) for request, count in shares])
-        return StepPlan(self._step, tuple(new), sequences, tuple(self._ended))
+        return StepPlan(self._step, tuple(new), sequences, tuple(self._ended), comparison)
 
     def _take(self, request: Request, sampled: SampledTokens, now: float) -> Output:
         first = not request.generated_tokens

@@ -26,6 +26,8 @@ class Step:
     """The sequences that choose a token, in the order of their rows."""
     sampled_rows: NDArray[np.int64]
     """[S] the last row of each."""
+    first_rows: dict[int, int]
+    """The first row of every sequence, by request id."""
 
 
 def build_step(sequences: Sequence[SequenceStep], adapter_in: Callable[[int], PlacedAdapter]) -> Step:
@@ -33,11 +35,13 @@ def build_step(sequences: Sequence[SequenceStep], adapter_in: Callable[[int], Pl
     adapters = {slot: adapter_in(slot) for slot in {sequence.adapter_slot for sequence in sequences} - {BASE_SLOT}}
     requests: list[Rows] = []
     tokens: list[int] = []
+    first_row: dict[int, int] = {}
     last_row: dict[int, int] = {}
     for sequence in sorted(sequences, key=lambda sequence: sequence.adapter_slot):
         adapter = adapters.get(sequence.adapter_slot)
         count = len(sequence.token_ids)
         requests.append(Rows(len(tokens), count, sequence.position, sequence.block_ids, adapter))
+        first_row[sequence.request_id] = len(tokens)
         tokens += sequence.token_ids
         last_row[sequence.request_id] = len(tokens) - 1
     positions = np.concatenate([np.arange(r.position, r.position + r.count) for r in requests])
@@ -50,4 +54,5 @@ def build_step(sequences: Sequence[SequenceStep], adapter_in: Callable[[int], Pl
         Batch(np.array(tokens), positions, blocks * BLOCK_TOKENS + positions % BLOCK_TOKENS, tuple(requests)),
         sampled,
         np.array([last_row[sequence.request_id] for sequence in sampled], dtype=np.int64),
+        first_row,
     )

@@ -30,6 +30,10 @@ class Scores:
     likeliest: Tensor
     """[S] int64, the token of the largest logit; any, where that is NaN."""
 
+    def first(self, count: int) -> Scores:
+        """Return those of the first rows."""
+        return Scores(self.logits[:count], self.largest[:count], self.likeliest[:count])
+
 
 class Decoder:
     """A base model ready to run; holds no state of requests."""

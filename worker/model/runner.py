@@ -10,11 +10,20 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import structlog
 import torch
 
 from worker.adapters.device import BaseShape, DeviceAdapters
-from worker.engine.plan import BASE_SLOT, AdapterLoad, SequenceStep, StepPlan, StepResult
+from worker.engine.plan import (
+    BASE_SLOT,
+    AdapterLoad,
+    ComparedPositions,
+    ComparisonStep,
+    SequenceStep,
+    StepPlan,
+    StepResult,
+)
 from worker.kernels.draws import Drawing
 from worker.kernels.eager import EagerBackend
 from worker.kernels.interface import Backend
@@ -24,6 +33,7 @@ from worker.kernels.tiles import usable_chunk_bytes
 from worker.model.base_quantization import check_base_quantization, quantize_linear
 from worker.model.batch import build_step
 from worker.model.calibration import tokens_per_second
+from worker.model.comparison import compare_logits, comparison_rows, comparison_sequences
 from worker.model.config import ModelConfig, read_config, read_eos_token_ids
 from worker.model.decoder import Decoder, Scores
 from worker.model.device import DTYPES, choose_device, choose_dtype, free_bytes
@@ -153,17 +163,23 @@ class ModelRunner:
         """Run a plan; see Runner. Raises KeyError for a slot or request nobody announced (the engine's error)."""
         self._sampler.forget(plan.ended_request_ids)
         self._sampler.add(plan.new_requests)
-        if not plan.sequences:
+        if not plan.sequences and plan.comparison is None:
             return StepResult(plan.step, ())
         with torch.inference_mode():
-            sampled, scores = self._forward(plan.sequences)
+            compared: ComparedPositions | None = None
+            unlike: tuple[int, ...] = ()
+            if plan.comparison is None:
+                sampled, scores = self._forward(plan.sequences)
+            else:
+                sampled, scores, compared = self._forward_comparing(plan.sequences, plan.comparison)
+                if not all(map(math.isfinite, compared.kl)):
+                    unlike = (plan.comparison.request_id,)
             if scores is None:
-                return StepResult(plan.step, ())
+                return StepResult(plan.step, (), unlike, compared)
             largest: list[float] = scores.largest.tolist()
-            broken = tuple(
-                row.request_id for row, logit in zip(sampled, largest, strict=True) if not math.isfinite(logit)
-            )
-            return StepResult(plan.step, self._sampler.sample(scores.logits, sampled, scores.likeliest), broken)
+            broken = [row.request_id for row, logit in zip(sampled, largest, strict=True) if not math.isfinite(logit)]
+            tokens = self._sampler.sample(scores.logits, sampled, scores.likeliest)
+            return StepResult(plan.step, tokens, (*broken, *unlike), compared)
 
     def prepare_adapter(self, slot: int, path: Path, chunk_ids: tuple[int, ...]) -> AdapterLoad:
         """Load the packed adapter at `path` into `slot`; see Runner."""
@@ -203,6 +219,18 @@ class ModelRunner:
         """Return the sequences that choose a token and their scores, None when there are none."""
         step = build_step(sequences, self._adapters.get)
         return step.sampled, self._decoder.scores(step.batch, step.sampled_rows)
+
+    def _forward_comparing(
+        self, sequences: Sequence[SequenceStep], comparison: ComparisonStep
+    ) -> tuple[tuple[SequenceStep, ...], Scores | None, ComparedPositions]:
+        """Return the same, and what the comparison in the step found."""
+        step = build_step([*sequences, *comparison_sequences(comparison)], self._adapters.get)
+        rows = np.concatenate([step.sampled_rows, comparison_rows(comparison, step)])
+        scores = self._decoder.scores(step.batch, rows)
+        if scores is None:
+            raise ValueError("a comparison compares no position")
+        count = len(step.sampled)
+        return step.sampled, scores.first(count) if count else None, compare_logits(scores.logits[count:])
 
 
 def _packing(backend: Backend, base_quantization: str) -> Callable[[Linear], Linear]:

@@ -58,6 +58,11 @@ class TextModel:
             raise InvalidBaseModel(f"{folder}: a configuration file is damaged: {error}", field="base") from error
         return cls(tokenizer, template, vocabulary)
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be encoded."""
+        return self._template is not None
+
     async def encode_prompt(self, text: str, *, limit: int) -> tuple[int, ...]:
         """Return the tokens of a plain prompt, with what the tokenizer itself adds (a beginning-of-sequence token).
 

@@ -11,6 +11,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from loraplex.registry.v1 import api_key_pb2 as _api_key_pb2
 from loraplex.registry.v1 import base_model_pb2 as _base_model_pb2
+from loraplex.types.v1 import evaluation_pb2 as _evaluation_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -161,6 +162,7 @@ class AdapterVersion(_message.Message):
     NUM_BASE_MODULES_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
+    EXACT_ARTIFACT_DIGEST_FIELD_NUMBER: _builtins.int
     version_digest: _builtins.str
     """Lower-case hex SHA-256 over normalized config, tensors and base digest."""
     artifact_digest: _builtins.str
@@ -179,6 +181,8 @@ class AdapterVersion(_message.Message):
     """Modules of the base that an adapter could change."""
     dtype: _builtins.str
     """dtype of the stored factors: F32, F16 or BF16."""
+    exact_artifact_digest: _builtins.str
+    """Digest of its artifact of format none, with the exact factors; the same as artifact_digest where that is its format."""
     @_builtins.property
     def target_modules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Kinds of modules it changes, sorted: q_proj, v_proj, ..."""
@@ -201,10 +205,11 @@ class AdapterVersion(_message.Message):
         num_base_modules: _builtins.int = ...,
         dtype: _builtins.str = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
+        exact_artifact_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["artifact_bytes", b"artifact_bytes", "artifact_digest", b"artifact_digest", "base_digest", b"base_digest", "create_time", b"create_time", "dtype", b"dtype", "format", b"format", "num_base_modules", b"num_base_modules", "num_modules", b"num_modules", "rank", b"rank", "target_modules", b"target_modules", "version_digest", b"version_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["artifact_bytes", b"artifact_bytes", "artifact_digest", b"artifact_digest", "base_digest", b"base_digest", "create_time", b"create_time", "dtype", b"dtype", "exact_artifact_digest", b"exact_artifact_digest", "format", b"format", "num_base_modules", b"num_base_modules", "num_modules", b"num_modules", "rank", b"rank", "target_modules", b"target_modules", "version_digest", b"version_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -506,6 +511,7 @@ class GetAdapterResponse(_message.Message):
 
     ADAPTER_FIELD_NUMBER: _builtins.int
     REPORTS_FIELD_NUMBER: _builtins.int
+    EVALUATIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def adapter(self) -> Global___Adapter:
         """The adapter."""
@@ -514,19 +520,114 @@ class GetAdapterResponse(_message.Message):
     def reports(self) -> _containers.RepeatedCompositeFieldContainer[Global___PackingReport]:
         """What packing made of its versions, newest first; one that no registry has packed since reports exist has none."""
 
+    @_builtins.property
+    def evaluations(self) -> _containers.RepeatedCompositeFieldContainer[Global___EvaluationReport]:
+        """What was measured of its versions' artifacts, newest first; those that were replaced by another format included."""
+
     def __init__(
         self,
         *,
         adapter: Global___Adapter | None = ...,
         reports: _abc.Iterable[Global___PackingReport] | None = ...,
+        evaluations: _abc.Iterable[Global___EvaluationReport] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "reports", b"reports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "evaluations", b"evaluations", "reports", b"reports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetAdapterResponse: _TypeAlias = GetAdapterResponse  # noqa: Y015
+
+@_typing.final
+class EvaluationReport(_message.Message):
+    """What a worker measured of an artifact."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FORMAT_FIELD_NUMBER: _builtins.int
+    EVALUATION_FIELD_NUMBER: _builtins.int
+    CREATE_TIME_FIELD_NUMBER: _builtins.int
+    format: _builtins.str
+    """Format of the artifact: none, int8 or int4."""
+    @_builtins.property
+    def evaluation(self) -> _evaluation_pb2.Evaluation:
+        """The figures."""
+
+    @_builtins.property
+    def create_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was recorded."""
+
+    def __init__(
+        self,
+        *,
+        format: _builtins.str = ...,
+        evaluation: _evaluation_pb2.Evaluation | None = ...,
+        create_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "evaluation", b"evaluation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "evaluation", b"evaluation", "format", b"format"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvaluationReport: _TypeAlias = EvaluationReport  # noqa: Y015
+
+@_typing.final
+class RecordEvaluationRequest(_message.Message):
+    """Stores an evaluation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    EVALUATION_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The adapter's name."""
+    @_builtins.property
+    def evaluation(self) -> _evaluation_pb2.Evaluation:
+        """What was measured, of a present artifact of one of its versions."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        evaluation: _evaluation_pb2.Evaluation | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["evaluation", b"evaluation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluation", b"evaluation", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordEvaluationRequest: _TypeAlias = RecordEvaluationRequest  # noqa: Y015
+
+@_typing.final
+class RecordEvaluationResponse(_message.Message):
+    """The evaluation is stored."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REVISION_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
+    revision: _builtins.int
+    """The registry's revision that contains it."""
+    @_builtins.property
+    def report(self) -> Global___EvaluationReport:
+        """As it was stored."""
+
+    def __init__(
+        self,
+        *,
+        revision: _builtins.int = ...,
+        report: Global___EvaluationReport | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["report", b"report", "revision", b"revision"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordEvaluationResponse: _TypeAlias = RecordEvaluationResponse  # noqa: Y015
 
 @_typing.final
 class ListAdaptersRequest(_message.Message):

@@ -60,6 +60,11 @@ class AdapterServiceStub:
                 request_serializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.UpdateAdapterRequest.SerializeToString,
                 response_deserializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.UpdateAdapterResponse.FromString,
                 _registered_method=True)
+        self.RecordEvaluation = channel.unary_unary(
+                '/loraplex.registry.v1.AdapterService/RecordEvaluation',
+                request_serializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.RecordEvaluationRequest.SerializeToString,
+                response_deserializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.RecordEvaluationResponse.FromString,
+                _registered_method=True)
         self.DeleteAdapter = channel.unary_unary(
                 '/loraplex.registry.v1.AdapterService/DeleteAdapter',
                 request_serializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.DeleteAdapterRequest.SerializeToString,
@@ -114,6 +119,13 @@ class AdapterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RecordEvaluation(self, request, context):
+        """Stores what a worker measured of an artifact of an adapter's version; it replaces what was stored of that artifact.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteAdapter(self, request, context):
         """Deletes an adapter with its versions.
         """
@@ -157,6 +169,11 @@ def add_AdapterServiceServicer_to_server(servicer, server):
                     servicer.UpdateAdapter,
                     request_deserializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.UpdateAdapterRequest.FromString,
                     response_serializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.UpdateAdapterResponse.SerializeToString,
+            ),
+            'RecordEvaluation': grpc.unary_unary_rpc_method_handler(
+                    servicer.RecordEvaluation,
+                    request_deserializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.RecordEvaluationRequest.FromString,
+                    response_serializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.RecordEvaluationResponse.SerializeToString,
             ),
             'DeleteAdapter': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteAdapter,
@@ -305,6 +322,33 @@ class AdapterService:
             '/loraplex.registry.v1.AdapterService/UpdateAdapter',
             loraplex_dot_registry_dot_v1_dot_adapter__pb2.UpdateAdapterRequest.SerializeToString,
             loraplex_dot_registry_dot_v1_dot_adapter__pb2.UpdateAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RecordEvaluation(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/loraplex.registry.v1.AdapterService/RecordEvaluation',
+            loraplex_dot_registry_dot_v1_dot_adapter__pb2.RecordEvaluationRequest.SerializeToString,
+            loraplex_dot_registry_dot_v1_dot_adapter__pb2.RecordEvaluationResponse.FromString,
             options,
             channel_credentials,
             insecure,

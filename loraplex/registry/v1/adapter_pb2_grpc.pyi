@@ -48,6 +48,8 @@ class AdapterServiceStub:
     """Packs the current version of an adapter in another format: a new artifact of the same version, cut over at once.
     Requests in flight finish on the old artifact, which stays for downloads that are on their way to it.
     """
+    RecordEvaluation: _grpc.UnaryUnaryMultiCallable[_adapter_pb2.RecordEvaluationRequest, _adapter_pb2.RecordEvaluationResponse]
+    """Stores what a worker measured of an artifact of an adapter's version; it replaces what was stored of that artifact."""
     DeleteAdapter: _grpc.UnaryUnaryMultiCallable[_adapter_pb2.DeleteAdapterRequest, _adapter_pb2.DeleteAdapterResponse]
     """Deletes an adapter with its versions."""
     Watch: _grpc.UnaryStreamMultiCallable[_adapter_pb2.WatchRequest, _adapter_pb2.WatchResponse]
@@ -76,6 +78,8 @@ class AdapterServiceAsyncStub(AdapterServiceStub):
     """Packs the current version of an adapter in another format: a new artifact of the same version, cut over at once.
     Requests in flight finish on the old artifact, which stays for downloads that are on their way to it.
     """
+    RecordEvaluation: _aio.UnaryUnaryMultiCallable[_adapter_pb2.RecordEvaluationRequest, _adapter_pb2.RecordEvaluationResponse]  # type: ignore[assignment]
+    """Stores what a worker measured of an artifact of an adapter's version; it replaces what was stored of that artifact."""
     DeleteAdapter: _aio.UnaryUnaryMultiCallable[_adapter_pb2.DeleteAdapterRequest, _adapter_pb2.DeleteAdapterResponse]  # type: ignore[assignment]
     """Deletes an adapter with its versions."""
     Watch: _aio.UnaryStreamMultiCallable[_adapter_pb2.WatchRequest, _adapter_pb2.WatchResponse]  # type: ignore[assignment]
@@ -131,6 +135,14 @@ class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
         """Packs the current version of an adapter in another format: a new artifact of the same version, cut over at once.
         Requests in flight finish on the old artifact, which stays for downloads that are on their way to it.
         """
+
+    @_abc_1.abstractmethod
+    def RecordEvaluation(
+        self,
+        request: _adapter_pb2.RecordEvaluationRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_adapter_pb2.RecordEvaluationResponse, _abc.Awaitable[_adapter_pb2.RecordEvaluationResponse]]:
+        """Stores what a worker measured of an artifact of an adapter's version; it replaces what was stored of that artifact."""
 
     @_abc_1.abstractmethod
     def DeleteAdapter(

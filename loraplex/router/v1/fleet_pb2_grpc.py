@@ -40,6 +40,11 @@ class FleetServiceStub:
                 request_serializer=loraplex_dot_router_dot_v1_dot_fleet__pb2.ListWorkersRequest.SerializeToString,
                 response_deserializer=loraplex_dot_router_dot_v1_dot_fleet__pb2.ListWorkersResponse.FromString,
                 _registered_method=True)
+        self.EvaluateAdapter = channel.unary_stream(
+                '/loraplex.router.v1.FleetService/EvaluateAdapter',
+                request_serializer=loraplex_dot_router_dot_v1_dot_fleet__pb2.EvaluateAdapterRequest.SerializeToString,
+                response_deserializer=loraplex_dot_router_dot_v1_dot_fleet__pb2.EvaluateAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class FleetServiceServicer:
@@ -53,6 +58,14 @@ class FleetServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EvaluateAdapter(self, request, context):
+        """Has a worker measure what quantizing an adapter version cost end to end. The stream is progress* evaluation. The
+        call's deadline is the evaluation's; nothing is stored.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_FleetServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +73,11 @@ def add_FleetServiceServicer_to_server(servicer, server):
                     servicer.ListWorkers,
                     request_deserializer=loraplex_dot_router_dot_v1_dot_fleet__pb2.ListWorkersRequest.FromString,
                     response_serializer=loraplex_dot_router_dot_v1_dot_fleet__pb2.ListWorkersResponse.SerializeToString,
+            ),
+            'EvaluateAdapter': grpc.unary_stream_rpc_method_handler(
+                    servicer.EvaluateAdapter,
+                    request_deserializer=loraplex_dot_router_dot_v1_dot_fleet__pb2.EvaluateAdapterRequest.FromString,
+                    response_serializer=loraplex_dot_router_dot_v1_dot_fleet__pb2.EvaluateAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +108,33 @@ class FleetService:
             '/loraplex.router.v1.FleetService/ListWorkers',
             loraplex_dot_router_dot_v1_dot_fleet__pb2.ListWorkersRequest.SerializeToString,
             loraplex_dot_router_dot_v1_dot_fleet__pb2.ListWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EvaluateAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/loraplex.router.v1.FleetService/EvaluateAdapter',
+            loraplex_dot_router_dot_v1_dot_fleet__pb2.EvaluateAdapterRequest.SerializeToString,
+            loraplex_dot_router_dot_v1_dot_fleet__pb2.EvaluateAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

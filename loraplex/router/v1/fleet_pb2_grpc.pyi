@@ -35,6 +35,10 @@ class FleetServiceStub:
     def __new__(cls, channel: _aio.Channel) -> FleetServiceAsyncStub: ...
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ListWorkersRequest, _fleet_pb2.ListWorkersResponse]
     """Lists the workers by id."""
+    EvaluateAdapter: _grpc.UnaryStreamMultiCallable[_fleet_pb2.EvaluateAdapterRequest, _fleet_pb2.EvaluateAdapterResponse]
+    """Has a worker measure what quantizing an adapter version cost end to end. The stream is progress* evaluation. The
+    call's deadline is the evaluation's; nothing is stored.
+    """
 
 @_typing.type_check_only
 class FleetServiceAsyncStub(FleetServiceStub):
@@ -43,6 +47,10 @@ class FleetServiceAsyncStub(FleetServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListWorkers: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListWorkersRequest, _fleet_pb2.ListWorkersResponse]  # type: ignore[assignment]
     """Lists the workers by id."""
+    EvaluateAdapter: _aio.UnaryStreamMultiCallable[_fleet_pb2.EvaluateAdapterRequest, _fleet_pb2.EvaluateAdapterResponse]  # type: ignore[assignment]
+    """Has a worker measure what quantizing an adapter version cost end to end. The stream is progress* evaluation. The
+    call's deadline is the evaluation's; nothing is stored.
+    """
 
 class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
     """What this router knows of its workers. For operators."""
@@ -54,5 +62,15 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.ListWorkersResponse, _abc.Awaitable[_fleet_pb2.ListWorkersResponse]]:
         """Lists the workers by id."""
+
+    @_abc_1.abstractmethod
+    def EvaluateAdapter(
+        self,
+        request: _fleet_pb2.EvaluateAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_fleet_pb2.EvaluateAdapterResponse], _abc.AsyncIterator[_fleet_pb2.EvaluateAdapterResponse]]:
+        """Has a worker measure what quantizing an adapter version cost end to end. The stream is progress* evaluation. The
+        call's deadline is the evaluation's; nothing is stored.
+        """
 
 def add_FleetServiceServicer_to_server(servicer: FleetServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from loraplex.types.v1 import evaluation_pb2 as _evaluation_pb2
 from loraplex.types.v1 import generation_pb2 as _generation_pb2
 from loraplex.types.v1 import sampling_pb2 as _sampling_pb2
 import builtins as _builtins
@@ -193,6 +194,72 @@ class GenerateResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class EvaluateAdapterRequest(_message.Message):
+    """Names what is to be evaluated by digests, lower-case hex SHA-256."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_DIGEST_FIELD_NUMBER: _builtins.int
+    VERSION_DIGEST_FIELD_NUMBER: _builtins.int
+    ARTIFACT_DIGEST_FIELD_NUMBER: _builtins.int
+    EXACT_ARTIFACT_DIGEST_FIELD_NUMBER: _builtins.int
+    base_digest: _builtins.str
+    """Digest of the base model; the worker refuses another."""
+    version_digest: _builtins.str
+    """Digest of the adapter version that both artifacts hold."""
+    artifact_digest: _builtins.str
+    """Digest of the artifact to measure, of any format."""
+    exact_artifact_digest: _builtins.str
+    """Digest of the version's artifact of format none, to compare it with."""
+    def __init__(
+        self,
+        *,
+        base_digest: _builtins.str = ...,
+        version_digest: _builtins.str = ...,
+        artifact_digest: _builtins.str = ...,
+        exact_artifact_digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["artifact_digest", b"artifact_digest", "base_digest", b"base_digest", "exact_artifact_digest", b"exact_artifact_digest", "version_digest", b"version_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvaluateAdapterRequest: _TypeAlias = EvaluateAdapterRequest  # noqa: Y015
+
+@_typing.final
+class EvaluateAdapterResponse(_message.Message):
+    """One event of an evaluation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    EVALUATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def progress(self) -> _evaluation_pb2.EvaluationProgress:
+        """More prompts are done."""
+
+    @_builtins.property
+    def evaluation(self) -> _evaluation_pb2.Evaluation:
+        """All are done; the last message."""
+
+    def __init__(
+        self,
+        *,
+        progress: _evaluation_pb2.EvaluationProgress | None = ...,
+        evaluation: _evaluation_pb2.Evaluation | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["evaluation", b"evaluation", "event", b"event", "progress", b"progress"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluation", b"evaluation", "event", b"event", "progress", b"progress"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["progress", "evaluation"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___EvaluateAdapterResponse: _TypeAlias = EvaluateAdapterResponse  # noqa: Y015
 
 @_typing.final
 class WatchStatusRequest(_message.Message):

@@ -40,6 +40,11 @@ class WorkerServiceStub:
                 request_serializer=loraplex_dot_worker_dot_v1_dot_worker__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=loraplex_dot_worker_dot_v1_dot_worker__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.EvaluateAdapter = channel.unary_stream(
+                '/loraplex.worker.v1.WorkerService/EvaluateAdapter',
+                request_serializer=loraplex_dot_worker_dot_v1_dot_worker__pb2.EvaluateAdapterRequest.SerializeToString,
+                response_deserializer=loraplex_dot_worker_dot_v1_dot_worker__pb2.EvaluateAdapterResponse.FromString,
+                _registered_method=True)
         self.WatchStatus = channel.unary_stream(
                 '/loraplex.worker.v1.WorkerService/WatchStatus',
                 request_serializer=loraplex_dot_worker_dot_v1_dot_worker__pb2.WatchStatusRequest.SerializeToString,
@@ -54,6 +59,14 @@ class WorkerServiceServicer:
     def Generate(self, request, context):
         """Generates text. The stream is (delta | choice_finished)* finished; failure is the status.
         Initial metadata `x-loraplex-status-sequence` carries the status sequence that first counts this request.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EvaluateAdapter(self, request, context):
+        """Measures what quantizing a version cost end to end. The stream is progress* evaluation. One runs at a time, behind
+        all clients' requests; another is refused with RESOURCE_EXHAUSTED. Cancelling it frees all it holds within a step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -74,6 +87,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=loraplex_dot_worker_dot_v1_dot_worker__pb2.GenerateRequest.FromString,
                     response_serializer=loraplex_dot_worker_dot_v1_dot_worker__pb2.GenerateResponse.SerializeToString,
+            ),
+            'EvaluateAdapter': grpc.unary_stream_rpc_method_handler(
+                    servicer.EvaluateAdapter,
+                    request_deserializer=loraplex_dot_worker_dot_v1_dot_worker__pb2.EvaluateAdapterRequest.FromString,
+                    response_serializer=loraplex_dot_worker_dot_v1_dot_worker__pb2.EvaluateAdapterResponse.SerializeToString,
             ),
             'WatchStatus': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchStatus,
@@ -109,6 +127,33 @@ class WorkerService:
             '/loraplex.worker.v1.WorkerService/Generate',
             loraplex_dot_worker_dot_v1_dot_worker__pb2.GenerateRequest.SerializeToString,
             loraplex_dot_worker_dot_v1_dot_worker__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EvaluateAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/loraplex.worker.v1.WorkerService/EvaluateAdapter',
+            loraplex_dot_worker_dot_v1_dot_worker__pb2.EvaluateAdapterRequest.SerializeToString,
+            loraplex_dot_worker_dot_v1_dot_worker__pb2.EvaluateAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,10 @@ class WorkerServiceStub:
     """Generates text. The stream is (delta | choice_finished)* finished; failure is the status.
     Initial metadata `x-loraplex-status-sequence` carries the status sequence that first counts this request.
     """
+    EvaluateAdapter: _grpc.UnaryStreamMultiCallable[_worker_pb2.EvaluateAdapterRequest, _worker_pb2.EvaluateAdapterResponse]
+    """Measures what quantizing a version cost end to end. The stream is progress* evaluation. One runs at a time, behind
+    all clients' requests; another is refused with RESOURCE_EXHAUSTED. Cancelling it frees all it holds within a step.
+    """
     WatchStatus: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchStatusRequest, _worker_pb2.WatchStatusResponse]
     """Streams the worker's status: first everything (full = true), then changed fields, at most 10 messages a second,
     and at least one a second. The stream ends when the worker has drained.
@@ -50,6 +54,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     Generate: _aio.UnaryStreamMultiCallable[_worker_pb2.GenerateRequest, _worker_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates text. The stream is (delta | choice_finished)* finished; failure is the status.
     Initial metadata `x-loraplex-status-sequence` carries the status sequence that first counts this request.
+    """
+    EvaluateAdapter: _aio.UnaryStreamMultiCallable[_worker_pb2.EvaluateAdapterRequest, _worker_pb2.EvaluateAdapterResponse]  # type: ignore[assignment]
+    """Measures what quantizing a version cost end to end. The stream is progress* evaluation. One runs at a time, behind
+    all clients' requests; another is refused with RESOURCE_EXHAUSTED. Cancelling it frees all it holds within a step.
     """
     WatchStatus: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchStatusRequest, _worker_pb2.WatchStatusResponse]  # type: ignore[assignment]
     """Streams the worker's status: first everything (full = true), then changed fields, at most 10 messages a second,
@@ -67,6 +75,16 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.GenerateResponse], _abc.AsyncIterator[_worker_pb2.GenerateResponse]]:
         """Generates text. The stream is (delta | choice_finished)* finished; failure is the status.
         Initial metadata `x-loraplex-status-sequence` carries the status sequence that first counts this request.
+        """
+
+    @_abc_1.abstractmethod
+    def EvaluateAdapter(
+        self,
+        request: _worker_pb2.EvaluateAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.EvaluateAdapterResponse], _abc.AsyncIterator[_worker_pb2.EvaluateAdapterResponse]]:
+        """Measures what quantizing a version cost end to end. The stream is progress* evaluation. One runs at a time, behind
+        all clients' requests; another is refused with RESOURCE_EXHAUSTED. Cancelling it frees all it holds within a step.
         """
 
     @_abc_1.abstractmethod

@@ -46,6 +46,9 @@ class Adapters(adapter_pb2_grpc.AdapterServiceServicer):
     def UpdateAdapter(self, request: Any, context: Any) -> Any:
         raise NotImplementedError
 
+    def RecordEvaluation(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
     def DeleteAdapter(self, request: Any, context: Any) -> Any:
         raise NotImplementedError
 

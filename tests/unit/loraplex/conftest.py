@@ -14,7 +14,14 @@ import pytest
 from grpc import aio
 
 from common.rpc import Server
-from loraplex.errors import AdapterNotFound, AlreadyExists, CatalogBehind, ModelNotFound, Unauthenticated
+from loraplex.errors import (
+    AdapterNotFound,
+    AlreadyExists,
+    CatalogBehind,
+    LoraplexError,
+    ModelNotFound,
+    Unauthenticated,
+)
 from loraplex.registry.v1 import adapter_pb2, adapter_pb2_grpc, base_model_pb2, base_model_pb2_grpc
 from loraplex.router.v1 import (
     fleet_pb2,
@@ -24,7 +31,7 @@ from loraplex.router.v1 import (
     models_pb2,
     models_pb2_grpc,
 )
-from loraplex.types.v1 import generation_pb2
+from loraplex.types.v1 import evaluation_pb2, generation_pb2
 from tests.tiny_adapters import write_adapter
 from tests.tiny_base import write_tiny_base
 
@@ -54,6 +61,8 @@ class FakeCluster(
     requests: list[inference_pb2.GenerateRequest] = field(default_factory=list)
     metadata: list[dict[str, str]] = field(default_factory=list)
     remaining_s: list[float] = field(default_factory=list)
+    evaluation_error: LoraplexError | None = None
+    evaluations: dict[str, adapter_pb2.EvaluationReport] = field(default_factory=dict)
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     async def Generate(self, request, context) -> AsyncIterator[inference_pb2.GenerateResponse]:
@@ -107,6 +116,37 @@ class FakeCluster(
         worker.adapters.add(artifact_digest="a" * 64, names=["sql"], tier=generation_pb2.ADAPTER_TIER_DEVICE)
         return fleet_pb2.ListWorkersResponse(workers=[worker])
 
+    async def EvaluateAdapter(self, request, context) -> AsyncIterator[fleet_pb2.EvaluateAdapterResponse]:
+        """Tells progress, then figures; `evaluation_error` in the place of the latter."""
+        self._note(context)
+        for done in (0, 1):
+            progress = evaluation_pb2.EvaluationProgress(done_prompts=done, total_prompts=2)
+            yield fleet_pb2.EvaluateAdapterResponse(progress=progress)
+        if self.evaluation_error is not None:
+            raise self.evaluation_error
+        evaluation = evaluation_pb2.Evaluation(
+            version_digest=request.version_digest,
+            artifact_digest=request.artifact_digest,
+            exact_artifact_digest=request.exact_artifact_digest,
+            base_digest=request.base_digest,
+            prompt_set=1,
+            num_prompts=2,
+            num_positions=80,
+            top1_agreement=0.975,
+            mean_kl=0.00123,
+            max_kl=0.5,
+            device="cpu float32",
+        )
+        yield fleet_pb2.EvaluateAdapterResponse(evaluation=evaluation)
+
+    async def RecordEvaluation(self, request, context) -> adapter_pb2.RecordEvaluationResponse:
+        self._note(context)
+        self.revision += 1
+        form = self.adapters[request.name].current.format
+        report = adapter_pb2.EvaluationReport(format=form, evaluation=request.evaluation)
+        self.evaluations[request.name] = report
+        return adapter_pb2.RecordEvaluationResponse(revision=self.revision, report=report)
+
     async def UploadArtifact(self, request_iterator, context) -> adapter_pb2.UploadArtifactResponse:
         files: dict[str, bytearray] = {}
         announced: dict[str, adapter_pb2.FileHeader] = {}
@@ -131,7 +171,13 @@ class FakeCluster(
         changed = name not in self.adapters or self.adapters[name].current.artifact_digest != digest
         self.revision += changed
         version = adapter_pb2.AdapterVersion(
-            version_digest=digest, artifact_digest=digest, rank=4, num_modules=14, num_base_modules=14, format=form_name
+            version_digest=digest,
+            artifact_digest=digest,
+            rank=4,
+            num_modules=14,
+            num_base_modules=14,
+            format=form_name,
+            exact_artifact_digest=digest if form_name == "none" else "e" * 64,
         )
         self.adapters[name] = adapter_pb2.Adapter(
             name=name, base_id=base_id or "tiny", current=version, versions=[version]
@@ -175,7 +221,12 @@ class FakeCluster(
     async def GetAdapter(self, request, context) -> adapter_pb2.GetAdapterResponse:
         if request.name not in self.adapters:
             raise AdapterNotFound(f"there is no adapter {request.name}")
-        return adapter_pb2.GetAdapterResponse(adapter=self.adapters[request.name], reports=[self._report(request.name)])
+        evaluation = self.evaluations.get(request.name)
+        return adapter_pb2.GetAdapterResponse(
+            adapter=self.adapters[request.name],
+            reports=[self._report(request.name)],
+            evaluations=[] if evaluation is None else [evaluation],
+        )
 
     async def ListAdapters(self, request, context) -> adapter_pb2.ListAdaptersResponse:
         page, token = self._page(list(self.adapters.values()), request.page_token)

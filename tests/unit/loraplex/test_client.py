@@ -55,6 +55,21 @@ def test_the_servers_error_comes_back_as_its_class(client):
     assert raised.value.metadata == {"model": "unknown"}
 
 
+def test_an_evaluation_is_asked_of_the_router_and_recorded_at_the_registry(client, fake_cluster, tiny_adapter):
+    current = client.add_adapter("sql", tiny_adapter, quantization="int8").adapter.current
+    told: list[tuple[int, int]] = []
+    evaluation = client.evaluate_adapter("sql", progress=lambda *done: told.append(done))
+    assert told == [(0, 2), (1, 2)]
+    assert (evaluation.artifact_digest, evaluation.exact_artifact_digest) == (current.artifact_digest, "e" * 64)
+    assert (evaluation.format, evaluation.top1_agreement, evaluation.mean_kl) == ("int8", 0.975, 0.00123)
+    assert client.get_adapter("sql").evaluations == (evaluation,)
+    with pytest.raises(InvalidParameter, match="packed as int8") as caught:
+        client.evaluate_adapter("sql", quantization="int4")
+    assert caught.value.field == "quantization"
+    with pytest.raises(AdapterNotFound):
+        client.evaluate_adapter("nobody")
+
+
 def test_leaving_the_iterator_cancels_the_request(client, fake_cluster):
     events = client.generate("endless", "x")
     assert isinstance(next(events), TextDelta)
@@ -203,6 +218,10 @@ async def test_the_asynchronous_client_does_the_same(fake_cluster, tiny_base, ti
         assert [worker.worker_id async for worker in client.list_workers()] == ["w0"]
         assert (await client.get_adapter("a")).name == (await client.get_model("a")).name
         assert await client.remove_adapter("a") == 5
+        told: list[tuple[int, int]] = []
+        evaluation = await client.evaluate_adapter("b", progress=lambda *done: told.append(done), timeout_s=9)
+        assert (told, evaluation.num_positions, client.min_revision) == ([(0, 2), (1, 2)], 80, 6)
+        assert (await client.get_adapter("b")).evaluations == (evaluation,)
         with pytest.raises(AdapterNotFound):
             await client.get_adapter("a")
         with pytest.raises(ModelNotFound):

@@ -74,7 +74,7 @@ async def test_any_other_credential_is_refused_and_not_repeated(catalog, sent, s
         with pytest.raises(Unauthenticated) as caught:
             ask(sent)
         assert said in caught.value.message
-        assert caught.value.metadata == {}
+        assert caught.value.metadata == {"credential": "api_key"}
         for secret in (KEY.text.split("_")[2][:20], OTHER.text.split("_")[2][:20], TOKEN):
             assert secret not in caught.value.message
 

@@ -35,20 +35,22 @@ class Terminal:
             env={**os.environ, "TERM": "xterm", **env},
         )
         os.close(theirs)
-        self.seen = ""
+        self.seen = self._rest = ""
 
     def type(self, keys: str) -> None:
         os.write(self._ours, keys.encode())
 
     def until(self, text: str, timeout_s: float = 20.0) -> None:
-        """Read until `text` comes; what comes before is forgotten by the next call."""
-        deadline, got = time.monotonic() + timeout_s, ""
+        """Read until `text` comes; the next call begins behind it."""
+        deadline, got = time.monotonic() + timeout_s, self._rest
+        self._rest = ""
         while text not in got:
             left = deadline - time.monotonic()
             assert left > 0, got
             if select.select([self._ours], [], [], left)[0]:
                 got += os.read(self._ours, 4096).decode("utf-8", "replace")
-        self.seen += got
+        self._rest = got.partition(text)[2]
+        self.seen += got.removesuffix(self._rest)
 
     def ask(self, text: str) -> None:
         """Type a line and wait for the answer's first words; Enter, too, may come too early to be seen."""
@@ -85,6 +87,7 @@ def terminal(fake_cluster):
 
 def test_ctrl_c_ends_the_answer_but_not_the_conversation_and_ctrl_d_leaves(terminal, fake_cluster):
     terminal.until("you> ")
+    assert "Ctrl-D leaves" in terminal.seen
     terminal.ask("first")
     terminal.type("\x03")
     terminal.until("(interrupted)")

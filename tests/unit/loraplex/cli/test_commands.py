@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import pytest
 
 from loraplex.cli.__main__ import main
+from loraplex.errors import QueueFull
 
 
 @dataclass
@@ -196,6 +197,45 @@ def test_a_format_is_chosen_shown_and_changed(run, tiny_adapter):
     assert "no adapter nobody" in run("adapter", "repack", "nobody", "--quantization", "int8").err
 
 
+def test_an_evaluation_is_asked_for_recorded_and_shown(run, fake_cluster, tiny_adapter):
+    run("adapter", "add", "sql", tiny_adapter, "--quantization", "int8")
+    assert "as exact;" not in run("adapter", "show", "sql").out
+    ran = run("adapter", "evaluate", "sql", "--timeout", 77)
+    assert ran.code == 0, ran.err
+    assert ran.out.startswith(
+        "sql in int8: 97.50% of 80 tokens as exact; KL 0.0012 mean, 0.5 at most; 2 prompts of set 1"
+    )
+    asked, recorded = fake_cluster.remaining_s[-2:]
+    assert 60 < asked < 78  # gRPC rounds a deadline up
+    assert recorded < 20
+    shown = run("adapter", "show", "sql").out
+    assert "answers  97.50% of 80 tokens" in shown
+    assert [line for line in shown.splitlines() if "current" in line and "97.50%" in line and "0.0012" in line]
+    (told,) = run("adapter", "show", "sql", "--json").json()["evaluations"]
+    assert (told["top1_agreement"], told["num_positions"], told["format"]) == (0.975, 80, "int8")
+    assert run("adapter", "evaluate", "sql", "--json").json() == told
+
+
+def test_an_evaluation_that_fails_records_nothing(run, fake_cluster, tiny_adapter):
+    run("adapter", "add", "sql", tiny_adapter)
+    fake_cluster.evaluation_error = QueueFull("an evaluation is running on this worker already")
+    ran = run("adapter", "evaluate", "sql")
+    assert (ran.code, "is running on this worker already" in ran.err) == (1, True)
+    assert not fake_cluster.evaluations
+
+
+def test_a_format_that_the_adapter_is_not_packed_in_is_not_evaluated(run, fake_cluster, tiny_adapter):
+    run("adapter", "add", "sql", tiny_adapter, "--quantization", "int8")
+    ran = run("adapter", "evaluate", "sql", "--format", "int4")
+    assert ran.code == 1
+    assert "packed as int8" in ran.err
+    assert "--quantization int4" in ran.err
+    assert run("adapter", "evaluate", "sql", "--format", "none").code == 0
+    assert fake_cluster.evaluations["sql"].evaluation.artifact_digest == "e" * 64
+    assert run("adapter", "evaluate", "sql", "--format", "int5").code == 2
+    assert "no adapter nobody" in run("adapter", "evaluate", "nobody").err
+
+
 def test_add_waits_until_the_router_knows(run, fake_cluster, tiny_adapter):
     fake_cluster.catalog_lag = 3
     assert run("adapter", "add", "sql", tiny_adapter, "--json").json()["router_knows"] is True
@@ -286,7 +326,7 @@ def test_an_interrupt_exits_130_and_cancels_the_request(run, fake_cluster, monke
 
 @pytest.mark.parametrize(
     "command", ["up", "demo", "generate", "chat", "models", "version", "adapter add", "adapter list", "adapter show",
-                "adapter repack", "adapter rm", "base add", "base list", "worker list"],
+                "adapter evaluate", "adapter repack", "adapter rm", "base add", "base list", "worker list"],
 )  # fmt: skip
 def test_every_command_has_help_and_json(run, command):
     ran = run(*command.split(), "--help")

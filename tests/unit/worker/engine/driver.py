@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from worker.engine.rates import StepRates
 from worker.engine.refusal import STEP_FAILED, Problem
 from worker.engine.residency import Placement, Residency
 from worker.engine.scheduler import Scheduler
-from worker.mailbox import AdapterFile, AdapterOnDevice, Failure, Output, Sampling, Submit
+from worker.mailbox import AdapterFile, AdapterOnDevice, Compare, Compared, Failure, Output, Sampling, Submit
 
 CONFIG = EngineConfig(
     vocab_size=256,
@@ -65,6 +66,8 @@ class Driver:
         self.finished: dict[int, Output] = {}
         self.failed: dict[int, Failure] = {}
         self.aborted: set[int] = set()
+        self.comparisons: dict[int, Compare] = {}
+        self.compared: dict[int, Compared] = {}
         self.fail_next_step = False
 
     def file(self, name: str, size: int = 0) -> AdapterFile:
@@ -113,8 +116,24 @@ class Driver:
             self._fail(failure)
         return request_id
 
+    def compare(
+        self,
+        tokens: tuple[int, ...],
+        exact: AdapterFile,
+        measured: AdapterFile,
+        first: int = 0,
+    ) -> int:
+        request_id = self.next_id
+        self.next_id += 1
+        compare = Compare(request_id, tokens, first, exact, measured, "evaluation")
+        self.comparisons[request_id] = compare
+        failure = self.scheduler.compare(compare)
+        if failure is not None:
+            self._fail(failure)
+        return request_id
+
     def abort(self, *request_ids: int) -> None:
-        self.aborted.update(set(request_ids) - self.finished.keys() - self.failed.keys())
+        self.aborted.update(set(request_ids) - self.finished.keys() - self.failed.keys() - self.compared.keys())
         self.scheduler.abort(request_ids)
 
     def step(self, seconds: float = 0.01) -> StepPlan | None:
@@ -145,6 +164,9 @@ class Driver:
             self.tokens[output.request_id] += output.token_ids
             if output.finish:
                 self.finished[output.request_id] = output
+        for compared in self.scheduler.take_compared():
+            assert self.is_live(compared.request_id)
+            self.compared[compared.request_id] = compared
         return plan
 
     def finish_loads(self) -> None:
@@ -162,20 +184,25 @@ class Driver:
             self._fail(failure)
 
     def is_live(self, request_id: int) -> bool:
-        return not (request_id in self.finished or request_id in self.failed or request_id in self.aborted)
+        ended: list[Container[int]] = [self.finished, self.failed, self.aborted, self.compared]
+        return not any(request_id in ends for ends in ended)
 
     @property
     def live(self) -> list[int]:
         return [request_id for request_id in self.prompts if self.is_live(request_id)]
 
+    @property
+    def comparing(self) -> list[int]:
+        return [request_id for request_id in self.comparisons if self.is_live(request_id)]
+
     def run_until_idle(self, *, max_steps: int = 1000) -> int:
         """Step, ending loads as they come, until no request is left; returns the number of turns it took."""
         for turn in range(max_steps):
-            if not self.live:
+            if not self.live and not self.comparing:
                 return turn
             self.step()
             self.finish_loads()
-        raise AssertionError(f"requests {self.live} still live after {max_steps} turns")
+        raise AssertionError(f"requests {self.live}, {self.comparing} still live after {max_steps} turns")
 
     def _fail(self, failure: Failure) -> None:
         assert self.is_live(failure.request_id)

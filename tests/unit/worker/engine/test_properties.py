@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tests.fake_runner import expected_tokens
+from tests.fake_runner import expected_comparison, expected_tokens
 from tests.unit.worker.engine.driver import Driver, on_device
 from worker.engine.arena import Use
 
@@ -60,13 +60,18 @@ def check_ownership(driver: Driver) -> None:
 
 def check_answers(driver: Driver) -> None:
     """Every request ended once, and what finished has the tokens it would have had alone."""
-    ends = [set(driver.finished), set(driver.failed), driver.aborted]
-    assert sum(len(end) for end in ends) == len(driver.prompts) == len(set.union(*ends))
+    ends = [set(driver.finished), set(driver.failed), driver.aborted, set(driver.compared)]
+    assert sum(len(end) for end in ends) == len(driver.prompts) + len(driver.comparisons) == len(set.union(*ends))
     for request_id in driver.finished:
         file = driver.adapters[request_id]
         adapter = b"" if file is None else (driver.folder / file.artifact_digest).read_bytes()
         got = driver.tokens[request_id]
         assert got == expected_tokens(driver.prompts[request_id], len(got), adapter=adapter)
+    for request_id, compared in driver.compared.items():
+        compare = driver.comparisons[request_id]
+        exact, measured = (Path(file.path).read_bytes() for file in (compare.exact, compare.measured))
+        expected = expected_comparison(compare.token_ids, compare.first_position, exact, measured)
+        assert (compared.same_top, compared.kl) == (expected.same_top, expected.kl)
 
 
 class Engine(RuleBasedStateMachine):
@@ -102,10 +107,16 @@ class Engine(RuleBasedStateMachine):
         text: Any = tuple(range(1, prompt + 1)) if same else prompt  # equal beginnings, or not
         self.driver.submit(text, max_tokens, file, tenant, weight)
 
-    @precondition(lambda self: self.driver.prompts)
+    @rule(count=st.integers(1, 16), exact=st.sampled_from(sorted(SIZES)), measured=st.sampled_from(sorted(SIZES)))
+    def compare(self, count: int, exact: str, measured: str) -> None:
+        files = [self.driver.file(name, SIZES[name]) for name in (exact, measured)]
+        self.driver.compare(tuple(range(1, count + 1)), files[0], files[1], first=count // 2)
+
+    @precondition(lambda self: self.driver.prompts or self.driver.comparisons)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        self.driver.abort(*data.draw(st.lists(st.sampled_from(sorted(self.driver.prompts)), max_size=3)))
+        known = sorted([*self.driver.prompts, *self.driver.comparisons])
+        self.driver.abort(*data.draw(st.lists(st.sampled_from(known), max_size=3)))
 
     @precondition(lambda self: self.driver.loading)
     @rule(data=st.data(), works=st.booleans())
@@ -149,7 +160,7 @@ class Engine(RuleBasedStateMachine):
         driver = self.driver
         try:
             # Each turn ends all loads, and each running request gains a token or a chunk: a generous bound.
-            driver.run_until_idle(max_steps=100 + 120 * len(driver.live))
+            driver.run_until_idle(max_steps=100 + 120 * (len(driver.live) + len(driver.comparing)))
             driver.finish_loads()  # those that nobody waits for any more
             status = driver.scheduler.status()
             assert (status.running_requests, status.waiting_requests, status.queued_prefill_tokens) == (0, 0, 0)
@@ -191,14 +202,18 @@ def test_10_000_random_operations_leak_nothing_and_end_everything(tmp_path: Path
     for name, size in SIZES.items():
         (tmp_path / name).write_bytes(name.encode() * size)
     for number in range(10_000):
-        match rng.choices(("submit", "abort", "load", "fail load", "step", "fail step"), (15, 2, 12, 1, 70, 0.2))[0]:
+        kinds = ("submit", "compare", "abort", "load", "fail load", "step", "fail step")
+        match rng.choices(kinds, (15, 1, 2, 12, 1, 70, 0.2))[0]:
             case "submit" if len(driver.live) < 40:
                 wanted = rng.choice([None, None, *SIZES])
                 file = None if wanted is None else driver.file(wanted, SIZES[wanted])
                 prompt: Any = tuple(range(1, rng.randint(2, 40))) if rng.random() < 0.7 else rng.randint(1, 40)
                 driver.submit(prompt, rng.randint(1, 24), file, rng.choice("tuv"), rng.choice([1.0, 8.0]))
-            case "abort" if driver.live:
-                driver.abort(rng.choice(driver.live))
+            case "compare" if len(driver.comparing) < 4:
+                exact, measured = (driver.file(name, SIZES[name]) for name in rng.choices(sorted(SIZES), k=2))
+                driver.compare(tuple(range(1, rng.randint(2, 20))), exact, measured)
+            case "abort" if driver.live or driver.comparing:
+                driver.abort(rng.choice([*driver.live, *driver.comparing]))
             case "load" if driver.loading:
                 driver.finish_load(rng.choice(list(driver.loading)), seconds=rng.random())
             case "fail load" if driver.loading:
@@ -223,3 +238,4 @@ def test_10_000_random_operations_leak_nothing_and_end_everything(tmp_path: Path
     assert status.num_cached_tokens > 1000
     assert len(driver.started_loads) > 100
     assert len(driver.finished) > 500
+    assert len(driver.compared) > 5

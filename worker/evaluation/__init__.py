@@ -1,0 +1,1 @@
+"""What quantizing an adapter cost, end to end: fixed prompts, answered and compared on this worker's engine."""
