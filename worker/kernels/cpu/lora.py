@@ -14,6 +14,7 @@ from numba import carray, njit
 from worker.kernels.cpu.atomics import address
 from worker.kernels.cpu.numbers import widen
 from worker.kernels.cpu.products import BFLOAT16, FLOAT32, INT8, add_scaled, dots
+from worker.kernels.cpu.unpacking import unpack_halves, unpack_nibbles
 from worker.kernels.cpu.vectors import EXACT, stack_floats
 from worker.kernels.tiles import INT4_GROUP, TILE_RANKS, Field, Format
 
@@ -25,48 +26,26 @@ _FORMAT, _RANKS, _INNER, _OUTER, _OUT, _A, _B, _SCALE, _B_SCALE = (int(field) fo
 _FLOAT16, _INT4, _INT4_WIDE = int(Format.FLOAT16), int(Format.INT4), int(Format.INT4_WIDE)
 _H_FLOATS: Final = LORA_ROWS_AT_ONCE * TILE_RANKS
 _H_BYTES: Final = 4 * TILE_RANKS
-_UNPACKED_RANKS: Final = 4
-"""Rank rows that are unpacked at a time where loads do not widen: few enough to stay in the first cache."""
+_UNPACKED_RANKS: Final = 8
+"""Rank rows that are unpacked at a time where loads do not widen: few enough to stay in the caches."""
 
 
 @njit(**EXACT)
-def _unpack16(stored: int, count: int, out: Any) -> None:
-    halves = carray(address(stored), (count,), np.int16)
-    for i in range(count):
-        value = widen(halves[i])
-        bits = np.uint32(np.uint16(halves[i]))
-        if bits & np.uint32(0x7C00) == np.uint32(0x7C00):  # infinite or NaN: stays so
-            value = np.uint32((bits << np.uint32(13)) | np.uint32(0x7F800000)).view(np.float32)
-        out[i] = value
-
-
-@njit(**EXACT)
-def _unpack4(stored: int, scales: Any, first_scale: int, width: int, ranks: int, out: Any) -> None:
-    groups = (width + INT4_GROUP - 1) // INT4_GROUP
-    packed = carray(address(stored), (ranks * (width // 2),), np.uint8)
-    for j in range(ranks):
-        for g in range(groups):
-            first = j * width + g * INT4_GROUP
-            half = min(INT4_GROUP, width - g * INT4_GROUP) // 2
-            scale = widen(scales[first_scale + j * groups + g])
-            for k in range(half):
-                byte = packed[first // 2 + k]
-                out[first + k] = scale * np.float32(np.int32(byte & np.uint8(15)) - np.int32(8))
-                out[first + half + k] = scale * np.float32(np.int32(byte >> np.uint8(4)) - np.int32(8))
-
-
-@njit(**EXACT)
-def _unpack(kind: int, stored: int, scale: int, width: int, first: int, ranks: int, out: Any) -> None:
+def _unpack(kind: int, stored: int, scale: int, width: int, first: int, ranks: int, out: int) -> None:
     """Write `ranks` rank rows from `first` on of a factor with rows of `width` values as float32, scales folded in."""
     if kind == _FLOAT16:
-        _unpack16(stored + 2 * first * width, ranks * width, out)
+        unpack_halves(stored + 2 * first * width, ranks * width, out)
         return
     groups = (width + INT4_GROUP - 1) // INT4_GROUP
-    count, at = (first + ranks) * groups, stored + first * width // 2
-    if kind == _INT4:
-        _unpack4(at, carray(address(scale), (count,), np.int16), first * groups, width, ranks, out)
-    else:
-        _unpack4(at, carray(address(scale), (count,), np.float32), first * groups, width, ranks, out)
+    narrow = carray(address(scale), ((first + ranks) * groups,), np.int16)
+    wide = carray(address(scale), ((first + ranks) * groups,), np.float32)
+    for j in range(ranks):
+        for g in range(groups):
+            index, column = (first + j) * groups + g, g * INT4_GROUP
+            half = min(INT4_GROUP, width - column) // 2
+            factor = widen(narrow[index]) if kind == _INT4 else wide[index]
+            at = stored + ((first + j) * width + column) // 2
+            unpack_nibbles(at, half, factor, out + 4 * (j * width + column))
 
 
 @njit(**EXACT)
@@ -90,11 +69,11 @@ def _tile(record: Any, arena: int, x: int, x_stride: int, rows: int, y: int, y_s
     at = unpacked.ctypes.data
     for j in range(0, ranks, _UNPACKED_RANKS):
         count = min(_UNPACKED_RANKS, ranks - j)
-        _unpack(kind, a, scale, inner, j, count, unpacked)
+        _unpack(kind, a, scale, inner, j, count, at)
         dots(FLOAT32, x, x_stride, rows, at, 4 * inner, count, inner, h, _H_BYTES, at)
         if kind == _FLOAT16:
             _multiply(h, rows, scale + 4 * j, count)
-        _unpack(kind, b, b_scale, outer, j, count, unpacked)
+        _unpack(kind, b, b_scale, outer, j, count, at)
         add_scaled(FLOAT32, h, _H_BYTES, rows, count, at, 4 * outer, out, y_stride, outer, at)
 
 
