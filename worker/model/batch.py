@@ -27,6 +27,10 @@ class Step:
     sampled_rows: NDArray[np.int64]
     """[S] the last row of each."""
 
+    def by_row(self) -> tuple[SequenceStep, ...]:
+        """Return the sampled sequences in the order of their rows."""
+        return tuple(self.sampled[index] for index in np.argsort(self.sampled_rows))
+
 
 def build_step(sequences: Sequence[SequenceStep], adapter_in: Callable[[int], PlacedAdapter]) -> Step:
     """Lay out a step; `adapter_in` returns a slot's adapter, and is called once per distinct one."""

@@ -15,6 +15,7 @@ from torch.nn import functional
 from worker.kernels.interface import Kernels, StepKernels
 from worker.kernels.layout import Batch, Site
 from worker.model.config import ModelConfig
+from worker.model.device import send
 from worker.model.weights import LayerWeights, ModelWeights
 
 
@@ -31,21 +32,30 @@ class Decoder:
         Returns the next token's logits of some of the batch's rows, [len(rows), vocab] float32.
         """
         step = self._kernels.step(batch)
-        hidden = self._hidden(step, batch)
+        hidden = self._hidden(step, send(batch.token_ids, self._weights.embedding.device))
         if not len(rows):
             step.finish()
             return torch.empty(0, self._weights.lm_head.out_features)
         if not np.array_equal(rows, np.arange(len(hidden))):  # some rows only, or in another order
             step.finish()
-            hidden = hidden[torch.from_numpy(rows).to(hidden.device)]
+            hidden = hidden[send(rows, hidden.device)]
+        return self._head(step, hidden).float()
+
+    def forward(self, step: StepKernels, token_ids: Tensor) -> Tensor:
+        """Run the model over one step's operators; token ids [T] int64 to every row's logits [T, vocab].
+
+        Reads nothing on the host, so that it can be captured.
+        """
+        return self._head(step, self._hidden(step, token_ids))
+
+    def _head(self, step: StepKernels, hidden: Tensor) -> Tensor:
         logits = step.linear(self._weights.lm_head, step.rms_norm(hidden, self._weights.norm, self._eps))
         step.finish()
-        return logits.float()
+        return logits
 
-    def _hidden(self, step: StepKernels, batch: Batch) -> Tensor:
+    def _hidden(self, step: StepKernels, token_ids: Tensor) -> Tensor:
         """Run all layers; returns [T, hidden] before the last norm."""
         layers, embedding = self._weights.layers, self._weights.embedding
-        token_ids = torch.from_numpy(batch.token_ids).to(embedding.device)
         residual = functional.embedding(token_ids, embedding).to(self._weights.norm.dtype)
         x = step.rms_norm(residual, layers[0].input_norm, self._eps)
         for index, layer in enumerate(layers):

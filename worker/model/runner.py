@@ -6,7 +6,7 @@ Owns the model, the arena, the adapter slots and the sampler; decides nothing. `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import structlog
@@ -15,10 +15,9 @@ from torch import Tensor
 
 from worker.adapters.device import BaseShape, DeviceAdapters
 from worker.engine.plan import BASE_SLOT, AdapterLoad, SequenceStep, StepPlan, StepResult
-from worker.kernels.eager import EagerKernels
-from worker.kernels.interface import Kernels
+from worker.kernels.interface import DeviceKernels
 from worker.kernels.layout import BLOCK_TOKENS, Arena, AttentionShape
-from worker.kernels.tiles import usable_chunk_bytes
+from worker.model.backends import Backend, choose_backend
 from worker.model.batch import build_step
 from worker.model.calibration import tokens_per_second
 from worker.model.config import ModelConfig, read_config, read_eos_token_ids
@@ -29,9 +28,6 @@ from worker.model.sampler import Sampler
 from worker.model.weights import load_weights
 
 log = structlog.get_logger(__name__)
-
-Backend = Callable[[Arena, Tensor, Tensor], Kernels]
-"""Makes kernels for an arena and the tables of rotary positions, cos and sin [positions, D/2] float32."""
 
 
 class ModelRunner:
@@ -53,6 +49,7 @@ class ModelRunner:
         decoder: Decoder,
         arena: Arena,
         adapters: DeviceAdapters,
+        kernels: DeviceKernels | None = None,
         *,
         device: torch.device,
         dtype: str,
@@ -60,19 +57,24 @@ class ModelRunner:
         max_running_requests: int,
         max_prefill_tokens: int,
         eos_token_ids: frozenset[int],
+        cuda_graphs: bool = True,
     ) -> None:
-        """`open` is the usual way to make one."""
+        """`open` is the usual way to make one. `kernels` are the decoder's, where they are of a device of its own."""
         self.device, self.dtype = device.type, dtype
         self.vocab_size = config.vocab_size
         self.max_context_tokens = max_context_tokens
         self.block_tokens, self.total_blocks, self.chunk_bytes = BLOCK_TOKENS, arena.num_chunks, arena.chunk_bytes
-        self.adapter_chunk_bytes = usable_chunk_bytes(arena.chunk_bytes)
+        self.adapter_chunk_bytes = adapters.usable_chunk_bytes
         self.eos_token_ids = eos_token_ids
         self._torch_device = device
         self._decoder, self._adapters = decoder, adapters
         self._sampler = Sampler(eos_token_ids)
         self._max_running_requests = max_running_requests
         self._max_prefill_tokens = max_prefill_tokens
+        self._kernels = kernels
+        self._graphs = None
+        if kernels is not None and cuda_graphs:
+            self._graphs = kernels.decode_graphs(decoder.forward, max_rows=max_running_requests)
 
     @classmethod
     def open(
@@ -88,12 +90,14 @@ class ModelRunner:
         max_prefill_tokens: int,
         base_digest: str,
         threads: int = 1,
+        cuda_graphs: bool = True,
         backend: Backend | None = None,
     ) -> ModelRunner:
         """Load the Hugging Face folder `base_dir` and take the arena's memory.
 
-        `device` is auto, cpu or cuda; `dtype` auto, float32 or bfloat16; None leaves a size to the machine. Raises
-        InvalidBaseModel, CorruptArtifact or InvalidParameter, naming the field and the remedy.
+        `device` is auto, cpu or cuda; `dtype` auto, float32 or bfloat16; None leaves a size to the machine, and the
+        backend to the device. Raises InvalidBaseModel, CorruptArtifact or InvalidParameter, naming the field and the
+        remedy.
         """
         config = read_config(base_dir)
         eos_token_ids = read_eos_token_ids(base_dir)
@@ -112,8 +116,10 @@ class ModelRunner:
         shape = AttentionShape(config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim)
         arena = Arena(shape, num_chunks=plan.num_chunks, dtype=torch_dtype, device=torch_device)
         cos, sin = (table.to(torch_device) for table in config.rope.tables(plan.max_context_tokens))
-        kernels = (backend or _backend(torch_device, threads))(arena, cos, sin)
         base = BaseShape(base_digest, config.num_layers, config.module_shapes())
+        kernels = (backend or choose_backend(arena, base.sites(), threads=threads))(arena, cos, sin)
+        own = kernels if isinstance(kernels, DeviceKernels) else None
+        placement = own.placement(base.sites(), num_slots=max_resident_adapters) if own else None
         log.info(
             "model.opened",
             family=config.family,
@@ -127,13 +133,15 @@ class ModelRunner:
             config,
             Decoder(config, weights, kernels),
             arena,
-            DeviceAdapters(base, arena, num_slots=max_resident_adapters),
+            DeviceAdapters(base, arena, num_slots=max_resident_adapters, placement=placement),
+            own,
             device=torch_device,
             dtype=dtype_name,
             max_context_tokens=plan.max_context_tokens,
             max_running_requests=max_running_requests,
             max_prefill_tokens=max_prefill_tokens,
             eos_token_ids=eos_token_ids,
+            cuda_graphs=cuda_graphs,
         )
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -146,10 +154,10 @@ class ModelRunner:
             sampled, logits = self._forward(plan.sequences)
             if logits is None:
                 return StepResult(plan.step, ())
-            # A maximum carries NaN on; it is taken first, as sampling overwrites the logits.
-            finite: list[bool] = logits.amax(dim=-1).isfinite().tolist()
-            broken = tuple(row.request_id for row, ok in zip(sampled, finite, strict=True) if not ok)
-            return StepResult(plan.step, self._sampler.sample(logits, sampled), broken)
+            entries, broken = self._sampler.sample(logits, sampled)
+        by_request = {entry.request_id: entry for entry in entries}
+        in_order = tuple(by_request[sequence.request_id] for sequence in plan.sequences if sequence.sample)
+        return StepResult(plan.step, in_order, broken)
 
     def prepare_adapter(self, slot: int, path: Path, chunk_ids: tuple[int, ...]) -> AdapterLoad:
         """Load the packed adapter at `path` into `slot`; see Runner."""
@@ -166,6 +174,7 @@ class ModelRunner:
 
         To be called before the first request: it writes to cache blocks as it likes.
         """
+        self.prepare()
         self._run_and_wait([SequenceStep(0, (0,), 0, (0,), BASE_SLOT, sample=True)])  # the first ever is slow
         longest = min(self._max_prefill_tokens, self.max_context_tokens - 1, self.total_blocks * BLOCK_TOKENS)
         widest = min(self._max_running_requests, self.total_blocks)
@@ -179,6 +188,14 @@ class ModelRunner:
 
         return tokens_per_second(prefill, max(longest, 1)), tokens_per_second(decode, widest)
 
+    def prepare(self) -> None:
+        """Compile and capture what requests would otherwise wait for; before the first one, as it takes the device."""
+        with torch.inference_mode():
+            if self._kernels is not None:
+                self._kernels.warm_up(self._decoder.forward)
+            if self._graphs is not None:
+                self._graphs.capture()
+
     def _run_and_wait(self, sequences: list[SequenceStep]) -> None:
         with torch.inference_mode():
             _, logits = self._forward(sequences)
@@ -188,16 +205,9 @@ class ModelRunner:
     def _forward(self, sequences: Sequence[SequenceStep]) -> tuple[tuple[SequenceStep, ...], Tensor | None]:
         """Return the sequences that choose a token and their logits [S, vocab] float32, None when there are none."""
         step = build_step(sequences, self._adapters.get)
+        if self._graphs is not None and len(step.sampled) == len(step.batch.token_ids):
+            logits = self._graphs.logits(step.batch)
+            if logits is not None:
+                return step.by_row(), logits
         logits = self._decoder.logits(step.batch, step.sampled_rows)
         return step.sampled, logits if step.sampled else None
-
-
-def _backend(device: torch.device, threads: int) -> Backend:
-    """Return the kernels for a device; `threads` compute on a CPU. `kernels.triton` is no backend yet."""
-    if device.type != "cpu":
-        return EagerKernels
-    # Their compiler takes a second to import, which a GPU's worker can do without.
-    from worker.kernels.cpu.backend import CpuKernels  # noqa: PLC0415
-    from worker.kernels.cpu.pool import shared_pool  # noqa: PLC0415
-
-    return lambda arena, cos, sin: CpuKernels(arena, cos, sin, shared_pool(threads))

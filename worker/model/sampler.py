@@ -12,12 +12,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from worker.engine.plan import NewRequest, SampledLogprobs, SampledTokens, SequenceStep
 from worker.mailbox import Sampling
 from worker.model.choice import draw
+from worker.model.device import send
 from worker.model.penalties import PenaltyRow, SeenTokens, apply_biases, apply_penalties, has_penalties
 from worker.model.random import uniforms
 
@@ -54,26 +56,37 @@ class Sampler:
         for request_id in request_ids:
             self._requests.pop(request_id, None)
 
-    def sample(self, logits: Tensor, sequences: Sequence[SequenceStep]) -> tuple[SampledTokens, ...]:
-        """Choose one token per sequence; logits [S, vocab] float32 in the sequences' order, may be overwritten."""
+    def sample(
+        self, logits: Tensor, sequences: Sequence[SequenceStep]
+    ) -> tuple[tuple[SampledTokens, ...], tuple[int, ...]]:
+        """Choose one token per sequence; logits [S, vocab] float32 in the sequences' order, may be overwritten.
+
+        Returns what each sequence gained, and the ids of requests whose logits were NaN or infinite: their tokens mean
+        nothing. The device is waited for once, to read both, and more often for log probabilities and filters.
+        """
         requests = [self._requests[sequence.request_id] for sequence in sequences]
         positions = [sequence.position + len(sequence.token_ids) for sequence in sequences]
         reported = [row for row, request in enumerate(requests) if request.sampling.logprobs >= 0]
-        raw = logits[torch.tensor(reported, device=logits.device)] if reported else None  # a copy
+        raw = logits[send(np.array(reported), logits.device)] if reported else None  # a copy
+        finite = logits.amax(dim=-1).isfinite()  # a maximum carries NaN on; taken before anything is overwritten
         self._constrain(logits, requests, positions)
-        tokens = _choose(logits, requests, positions)
+        chosen = _choose(logits, requests, positions)
+        read: list[list[int]] = torch.stack((chosen, finite.to(chosen.dtype))).tolist()
+        tokens, whole = read
         logprobs: dict[int, SampledLogprobs] = {}
         if raw is not None:
-            chosen = [tokens[row] for row in reported]
+            of_reported = [tokens[row] for row in reported]
             wanted = [requests[row].sampling.logprobs for row in reported]
-            logprobs = dict(zip(reported, _report(raw, chosen, wanted), strict=True))
+            logprobs = dict(zip(reported, _report(raw, of_reported, wanted), strict=True))
         for request, token in zip(requests, tokens, strict=True):
             if request.seen is not None:
                 request.seen.add(token)
-        return tuple(
+        sampled = tuple(
             SampledTokens(sequence.request_id, (token,), (logprobs[row],) if row in logprobs else ())
             for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True))
         )
+        broken = tuple(sequence.request_id for sequence, ok in zip(sequences, whole, strict=True) if not ok)
+        return sampled, broken
 
     def _constrain(self, logits: Tensor, requests: Sequence[_Request], positions: Sequence[int]) -> None:
         biases: list[tuple[int, Sequence[tuple[int, float]]]] = []
@@ -88,19 +101,18 @@ class Sampler:
         apply_penalties(logits, penalised)
 
 
-def _choose(logits: Tensor, requests: Sequence[_Request], positions: Sequence[int]) -> list[int]:
+def _choose(logits: Tensor, requests: Sequence[_Request], positions: Sequence[int]) -> Tensor:
+    """Return [S] int64, on the device."""
     drawn = [row for row, request in enumerate(requests) if request.sampling.temperature > 0]
     samplings = [requests[row].sampling for row in drawn]
     random = uniforms([sampling.seed for sampling in samplings], [positions[row] for row in drawn])
     if len(drawn) == len(requests):
-        tokens = draw(logits, samplings, random)
-    else:
-        tokens = logits.argmax(dim=-1)
-        if drawn:
-            index = torch.tensor(drawn, device=logits.device)
-            tokens[index] = draw(logits[index], samplings, random)
-    chosen: list[int] = tokens.tolist()
-    return chosen
+        return draw(logits, samplings, random)
+    tokens = logits.argmax(dim=-1)
+    if drawn:
+        index = send(np.array(drawn), logits.device)
+        tokens[index] = draw(logits[index], samplings, random)
+    return tokens
 
 
 def _report(raw: Tensor, chosen: Sequence[int], wanted: Sequence[int]) -> list[SampledLogprobs]:
