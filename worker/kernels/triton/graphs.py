@@ -63,17 +63,18 @@ class DecodeGraphs:
 
         Where one fails, for want of memory say, the sizes that are left run without a graph.
         """
-        shared = _Shared(self._model, self._shapes)
-        for shape in self._shapes:
-            graph = _Graph(self._model, shape, shared, self._forward)
-            try:
+        try:
+            shared = _Shared(self._model, self._shapes)
+            for shape in self._shapes:
+                graph = _Graph(self._model, shape, shared, self._forward)
                 graph.capture()
-            except RuntimeError:  # out of memory, or a driver that does not capture: slower is better than not at all
-                log.exception("graphs.capture_failed", captured=len(self._graphs), sizes=len(self._shapes))
+                self._graphs[shape] = graph
+        except RuntimeError:  # out of memory, or a driver that does not capture: slower is better than not at all
+            log.exception("graphs.capture_failed", captured=len(self._graphs), sizes=len(self._shapes))
+            if self._device.type == "cuda":
                 torch.cuda.set_stream(torch.cuda.default_stream(self._device))  # a failed capture may leave its own
-                break
-            self._graphs[shape] = graph
-        log.info("graphs.captured", sizes=len(self._graphs), device=self._device.type)
+        else:
+            log.info("graphs.captured", sizes=len(self._graphs), device=self._device.type)
 
     def logits(self, batch: Batch) -> Tensor | None:
         """Run a step and return its rows' logits [T, vocab] float32, valid until the next call.

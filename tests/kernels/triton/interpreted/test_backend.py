@@ -27,6 +27,7 @@ from tests.unit.worker.model.tiny import (
 from worker.engine.plan import SequenceStep
 from worker.kernels.layout import Batch
 from worker.kernels.reference import ReferenceKernels
+from worker.kernels.triton import graphs
 from worker.kernels.triton.backend import TritonKernels
 from worker.model.config import read_config
 from worker.model.runner import ModelRunner
@@ -111,27 +112,27 @@ def record(runner: ModelRunner) -> list[tuple[int, Tensor]]:
 def count_graphed(runner: ModelRunner) -> list[bool]:
     """Note of each step that could be a graph's whether one was used."""
     used: list[bool] = []
-    graphs = runner._graphs
-    if graphs is not None:
-        compute = graphs.logits
+    captured = runner._graphs
+    if captured is not None:
+        compute = captured.logits
 
         def noted(batch: Batch) -> Tensor | None:
             logits = compute(batch)
             used.append(logits is not None)
             return logits
 
-        graphs.logits = noted  # type: ignore[method-assign]
+        captured.logits = noted  # type: ignore[method-assign]
     return used
 
 
-GRAPHS = pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no graphs"])
+GRAPHS = pytest.mark.parametrize("graphed", [True, False], ids=["graphs", "no graphs"])
 
 
-def assert_like_the_oracle(base: Path, adapters: Path, jobs: Callable[[], list[Job]], *, graphs: bool) -> None:
+def assert_like_the_oracle(base: Path, adapters: Path, jobs: Callable[[], list[Job]], *, graphed: bool) -> None:
     slots = [job.slot for job in jobs()]
     loaded = sorted({slot for slot in slots if slot >= 0})
     oracle = opened(base, adapters, ReferenceKernels, loaded=loaded)
-    runner = opened(base, adapters, TritonKernels, loaded=loaded, cuda_graphs=graphs)
+    runner = opened(base, adapters, TritonKernels, loaded=loaded, cuda_graphs=graphed)
     used = count_graphed(runner)
     wanted, seen = record(oracle), record(runner)
     assert run_jobs(runner, jobs()) == run_jobs(oracle, jobs())
@@ -139,18 +140,18 @@ def assert_like_the_oracle(base: Path, adapters: Path, jobs: Callable[[], list[J
     for request, slot in enumerate(slots):
         of_wanted, of_seen = (torch.stack([row for r, row in rows if r == request]) for rows in (wanted, seen))
         assert relative_error(of_seen, of_wanted) < (ROUNDED if slot in INT4 else EXACT)
-    assert any(used) == graphs
+    assert any(used) == graphed
     assert all(used)  # steps of decodes alone are what there are graphs for
 
 
 @GRAPHS
-def test_base_and_an_adapter_on_q_and_v(graphs: bool, two_layers: Path, tmp_path: Path) -> None:
+def test_base_and_an_adapter_on_q_and_v(graphed: bool, two_layers: Path, tmp_path: Path) -> None:
     """Three rows in a graph of four, of which one has an adapter; prompts and decodes share steps."""
     assert_like_the_oracle(
         two_layers,
         tmp_path,
         lambda: [Job(tokens(3), 3), Job(tokens(18), 2, slot=2, chunk=(15, 3)), Job(tokens(1), 3)],
-        graphs=graphs,
+        graphed=graphed,
     )
 
 
@@ -166,7 +167,7 @@ def test_adapters_of_all_formats_and_ranks_in_one_step(base: Path, tmp_path: Pat
             Job(tokens(1), 2, slot=2, start_step=1),
             Job(tokens(4), 2, start_step=1),
         ],
-        graphs=True,
+        graphed=True,
     )
 
 
@@ -176,6 +177,27 @@ def second_logits(runner: ModelRunner, slot: int) -> Tensor:
         _, logits = runner._forward([SequenceStep(0, (5,), 3, (0,), slot, sample=True)])
     assert logits is not None
     return logits[0].clone()
+
+
+def test_sizes_whose_capture_fails_run_without_a_graph(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured: list[int] = []
+
+    def capture(graph: object) -> None:
+        captured.append(1)
+        if len(captured) > 2:
+            raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(graphs._Graph, "capture", capture)
+    runner, oracle = (opened(base, tmp_path, backend) for backend in (TritonKernels, ReferenceKernels))
+    assert isinstance(runner._graphs, graphs.DecodeGraphs)
+    assert [(shape.rows, shape.rank_tiles) for shape in runner._graphs.shapes] == [(6, 17), (6, 4)]
+    used = count_graphed(runner)
+    for each in (runner, oracle):
+        first_logits(each, tokens(3))
+    assert relative_error(second_logits(runner, -1), second_logits(oracle, -1)) < EXACT
+    assert used == [False]
 
 
 def test_a_slot_and_its_chunks_are_used_again(base: Path, tmp_path: Path) -> None:
