@@ -1,8 +1,8 @@
 """One look at a GPU: every Triton kernel against the reference, its bytes/s, and decode with adapters against without.
 
-Llama-3.1-8B's shapes with random weights made on the device; nothing is downloaded. Takes minutes on an H200,
-half of them compiling. Prints what it finds and appends one JSON line to bench/results/gpu_check.jsonl. Exit status: 0,
-1 when a kernel is wrong, 2 without a CUDA device.
+Llama-3.1-8B's shapes with random weights made on the device; nothing is downloaded. Decode is the worker's own runner,
+with its graphs and without. Takes minutes on an H200, half of them compiling. Prints what it finds and appends one JSON
+line to bench/results/gpu_check.jsonl. Exit status: 0, 1 when a kernel is wrong, 2 without a CUDA device.
 
 Run: python -m bench.gpu_check [--batches 1 8 32 64] [--ranks 16 64] [--seconds 270] [--no-record]
      TRITON_INTERPRET=1 python -m bench.gpu_check --dry-run      (toy sizes in the interpreter: does this program run?)
@@ -19,23 +19,23 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from functools import partial
-from typing import Final
+from typing import Final, Literal
 
 import torch
 import triton
 
 from bench.gpu_checks import checks
-from bench.gpu_model import LLAMA_8B, TOY, Adapters, Base, DecodeStep, Shapes
+from bench.gpu_model import LLAMA_8B, TOY, Base, Shapes, attention_alone, fill_slots, lora_alone
 from bench.record import TREE, commit
-from worker.kernels.triton.attention import attention
-from worker.kernels.triton.lora import expand, shrink
-from worker.kernels.triton.platform import Platform
+from worker.engine.plan import StepPlan
 from worker.kernels.triton.tiles import Format
 
 RESULTS: Final = TREE / "bench" / "results" / "gpu_check.jsonl"
 FORMATS: Final = (Format.BF16, Format.INT8, Format.INT4)
-COLUMNS: Final = ("what", "rank", "format", "batch", "ms", "eager_ms", "of_base", "of_floor", "of_copy")
-"""of_base: the base's step time by this one's; of_floor: this by what its bytes take; of_copy: bytes/s by a copy's."""
+COLUMNS: Final = ("what", "rank", "format", "batch", "ms", "plain_ms", "of_base", "of_floor", "of_copy")
+"""plain_ms: without graphs; of_base: the base's step time by this one's; of_floor: this by what its bytes take;
+of_copy: bytes/s by a copy's. Steps are measured on the host, from plan to tokens; kernels alone by the device's clock.
+"""
 Row = dict[str, object]
 
 
@@ -63,6 +63,19 @@ class Clock:
             taken.append(begin.elapsed_time(end))
         return statistics.median(taken)
 
+    def wall(self, call: Callable[[], object], repeats: int = 20) -> float:
+        """Time a call that waits for the device itself, by the host's clock."""
+        if self.device.type != "cuda":
+            return self.time(call)
+        call()
+        call()
+        taken: list[float] = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            call()
+            taken.append((time.perf_counter() - start) * 1e3)
+        return statistics.median(taken)
+
     def graph(self, call: Callable[[], object]) -> Callable[[], object]:
         """Capture a call and return its replay; the call itself where there is no device."""
         if self.device.type != "cuda":
@@ -87,61 +100,57 @@ class Clock:
 
 
 def measure(shapes: Shapes, clock: Clock, args: argparse.Namespace, copy: float, deadline: float) -> Iterator[Row]:
-    """Yield one row per measurement: decode steps with and without adapters, and the kernels by themselves."""
+    """Yield one row per measurement: whole steps of the worker's runner, and the kernels by themselves."""
     device, most = clock.device, max(args.batches)
-    base_bytes = shapes.weight_bytes
     chunk = shapes.attention.chunk_bytes(2)
     # 16-bit tiles of the largest rank, with a little for scales and for what chunks leave unused
     room = int(shapes.adapter_elements(max(args.ranks)) * 2 * 1.03 / chunk) + 4
     base = Base(shapes, device, batch=most, adapter_chunks=most * room)
+    base.announce()
+    began = time.monotonic()
+    base.without.prepare()
+    compiled = time.monotonic()
+    base.with_graphs.prepare()
+    yield {"what": "compile", "ms": (compiled - began) * 1e3}
+    yield {"what": "capture", "ms": (time.monotonic() - compiled) * 1e3}
     base_ms: dict[int, float] = {}
     for batch in args.batches:
-        step = DecodeStep(base, batch, None, [])
-        base_ms[batch] = clock.time(clock.graph(step))
+        row = _steps(base, clock, batch, None)
+        base_ms[batch] = float(str(row["ms"]))
         kv_bytes = batch * shapes.context * chunk // 16
-        floor = (base_bytes + kv_bytes) / copy * 1e3
-        eager = clock.time(step, 5)
-        yield {
-            "what": "base",
-            "batch": batch,
-            "ms": base_ms[batch],
-            "eager_ms": eager,
-            "of_floor": base_ms[batch] / floor,
-        }
-        run = clock.graph(partial(_attend, step))
-        ms = clock.time(run)
+        row["of_floor"] = base_ms[batch] / ((shapes.weight_bytes + kv_bytes) / copy * 1e3)
+        yield {"what": "base", **row}
+        ms = clock.time(clock.graph(attention_alone(base, batch)))
         yield {"what": "attention", "batch": batch, "ms": ms, "of_copy": kv_bytes / (ms / 1e3) / copy}
     for rank in args.ranks:
         for fmt in FORMATS:
-            adapters = Adapters(base, fmt, rank, most, frozenset(FORMATS))
+            image = fill_slots(base, fmt, rank)
             for batch in args.batches:
                 if time.monotonic() > deadline:
                     yield {"what": "out of time", "rank": rank, "format": fmt.name, "batch": batch}
                     return
-                step = DecodeStep(base, batch, adapters, list(range(batch)))
-                ms = clock.time(clock.graph(step))
-                row: Row = {"what": "mixed", "rank": rank, "format": fmt.name, "batch": batch, "ms": ms}
-                row["of_base"] = base_ms[batch] / ms
-                if batch == 32:
-                    row["eager_ms"] = clock.time(step, 5)
-                yield row
-                if batch == most:
-                    for kernel, share in ((shrink, _share_of_a(shapes)), (expand, 1 - _share_of_a(shapes))):
-                        ms = clock.time(clock.graph(partial(step.lora_only, kernel)))
-                        moved = adapters.bytes_each * batch * share
-                        name = kernel.__name__
-                        yield {
-                            "what": name, "rank": rank, "format": fmt.name, "batch": batch, "ms": ms,
-                            "of_copy": moved / (ms / 1e3) / copy,
-                        }  # fmt: skip
-            del adapters
+                row = _steps(base, clock, batch, list(range(batch)))
+                row["of_base"] = base_ms[batch] / float(str(row["ms"]))
+                yield {"what": "mixed", "rank": rank, "format": fmt.name, **row}
+            kernels: tuple[tuple[Literal["shrink", "expand"], float], ...]
+            kernels = (("shrink", _share_of_a(shapes)), ("expand", 1 - _share_of_a(shapes)))
+            for kernel, share in kernels:
+                ms = clock.time(clock.graph(lora_alone(base, most, kernel=kernel)))
+                moved = image.tile_bytes * most * share
+                yield {
+                    "what": kernel, "rank": rank, "format": fmt.name, "batch": most, "ms": ms,
+                    "of_copy": moved / (ms / 1e3) / copy,
+                }  # fmt: skip
 
 
-def _attend(step: DecodeStep) -> None:
-    shape = step.base.shapes.attention
-    how = Platform.of(step.base.device, torch.bfloat16)
-    for layer in range(shape.num_layers):
-        attention(shape, how, step.q, step.base.arena.view(-1), layer, step.attention, step.room, step.attended)
+def _steps(base: Base, clock: Clock, batch: int, slots: list[int] | None) -> Row:
+    """Time whole steps as the engine sees them: laid out, computed, sampled, and the tokens read."""
+    plan = StepPlan(1, (), tuple(base.sequences(batch, slots)), ())
+    return {
+        "batch": batch,
+        "ms": clock.wall(partial(base.with_graphs.execute, plan)),
+        "plain_ms": clock.wall(partial(base.without.execute, plan), 5),
+    }
 
 
 def _share_of_a(shapes: Shapes) -> float:

@@ -6,13 +6,22 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bench.gpu_model import BLOCK_TOKENS, EPS, Shapes
 from bench.lora_rig import Adapter, Rig, relative_error
 from worker.kernels import reference
-from worker.kernels.triton.attention import AttentionWork, attention, attention_room, prefill_items, rope
+from worker.kernels.triton.attention import (
+    AttentionWork,
+    attention,
+    attention_room,
+    decode_items,
+    prefill_items,
+    rope,
+)
 from worker.kernels.triton.fused import add_norm, rms_norm, silu_mul
 from worker.kernels.triton.platform import Platform
 from worker.kernels.triton.tiles import Format
@@ -73,37 +82,36 @@ def _attention(shapes: Shapes, device: torch.device) -> Iterator[Check]:
     order = torch.randperm(sum(blocks_each) + 4, generator=generator).to(torch.int32)
     kv_shape = (len(order), shape.num_layers, 2, shape.num_kv_heads, BLOCK_TOKENS, shape.head_dim)
     chunks = torch.empty(kv_shape, dtype=torch.bfloat16, device=device).normal_(0, 1)
-    table = torch.full((len(lengths), max(blocks_each)), 1 << 30, dtype=torch.int32)
-    start = 0
-    for request, count in enumerate(blocks_each):
+    first = [sum(blocks_each[:n]) for n in range(len(lengths))]
+    for request, (start, count) in enumerate(zip(first, blocks_each, strict=True)):
         mine = order[start : start + count]
-        table[request, :count] = mine
-        start += count
         used = lengths[request] % BLOCK_TOKENS
         if used:
             chunks[int(mine[-1]), :, :, :, used:] = torch.nan
-    chunks[order[start:].long()] = torch.nan
-    layer, arena, blocks = shape.num_layers - 1, chunks.view(-1).view(torch.uint8), table.to(device)
+    chunks[order[sum(blocks_each) :].long()] = torch.nan
+    layer, arena, blocks = shape.num_layers - 1, chunks.view(-1).view(torch.uint8), order.to(device)
 
-    def run(items: Tensor, rows_per_item: int, q: Tensor) -> Tensor:
-        work = AttentionWork(items.to(device), blocks, rows_per_item, max(lengths))
+    def run(items: NDArray[np.int32], rows: NDArray[np.int32] | None, q: Tensor) -> Tensor:
+        of_rows = None if rows is None else torch.from_numpy(rows).to(device)
+        work = AttentionWork(torch.from_numpy(items).to(device), blocks, of_rows)
         out = torch.empty_like(q)
-        attention(shape, platform, q, arena, layer, work, attention_room(shape, work, device), out)
+        attention(shape, platform, q, arena, layer, work, attention_room(shape, len(items), device), out)
         return out
 
-    def expected(q: Tensor, request: int, first: int) -> Tensor:
-        ids = table[request, : blocks_each[request]].long().to(device)
-        seen = chunks[ids, layer].float().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : first + len(q)]
+    def expected(q: Tensor, request: int, position: int) -> Tensor:
+        ids = order[first[request] :][: blocks_each[request]].long().to(device)
+        seen = chunks[ids, layer].float().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : position + len(q)]
         keys, values = (part.repeat_interleave(shape.per_kv, dim=0) for part in seen)
         score = torch.einsum("thd,hnd->htn", q.float(), keys) / math.sqrt(shape.head_dim)
         visible = (
-            torch.arange(first + len(q), device=device) <= torch.arange(first, first + len(q), device=device)[:, None]
+            torch.arange(position + len(q), device=device)
+            <= torch.arange(position, position + len(q), device=device)[:, None]
         )
         return torch.einsum("htn,hnd->thd", score.masked_fill(~visible, -torch.inf).softmax(-1), values)
 
     q = torch.empty(len(lengths), shape.num_heads, shape.head_dim, dtype=torch.bfloat16, device=device).normal_(0, 1)
-    items = torch.tensor([(n, n, 1, length - 1) for n, length in enumerate(lengths)], dtype=torch.int32)
-    out = run(items, 1, q)
+    decodes = [(first[n], n, length - 1) for n, length in enumerate(lengths)]
+    out = run(*decode_items(np.array(decodes)), q)
     for n, length in enumerate(lengths):
         yield Check(
             f"attention decode {length} keys", relative_error(out[n : n + 1], expected(q[n : n + 1], n, length - 1))
@@ -111,10 +119,9 @@ def _attention(shapes: Shapes, device: torch.device) -> Iterator[Check]:
     last, rows = len(lengths) - 1, min(300, lengths[-1])
     position = lengths[-1] - rows
     q = torch.empty(rows, shape.num_heads, shape.head_dim, dtype=torch.bfloat16, device=device).normal_(0, 1)
-    for first, name in ((0, "from the start"), (position, "at the end")):
-        cut = torch.from_numpy(prefill_items(shape, [(last, 0, rows, first)]))
-        out = run(cut, shape.prefill_rows, q)
-        yield Check(f"attention prefill {rows} rows {name}", relative_error(out, expected(q, last, first)))
+    for begin, name in ((0, "from the start"), (position, "at the end")):
+        out = run(prefill_items(shape, [(first[last], 0, rows, begin)]), None, q)
+        yield Check(f"attention prefill {rows} rows {name}", relative_error(out, expected(q, last, begin)))
 
 
 def _between(shapes: Shapes, device: torch.device) -> Iterator[Check]:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from bench.lora_parts import Factors, Floats, random_part
-from worker.kernels.triton.directory import Geometry, SiteShape, TileTable, build_image
+from worker.kernels.placing import SiteShape
+from worker.kernels.triton.directory import Geometry, TileTable, build_image
 from worker.kernels.triton.lora import LoraConfig, allocate_h, expand, shrink
 from worker.kernels.triton.platform import Platform
 from worker.kernels.triton.tiles import Format, RankTile, cut

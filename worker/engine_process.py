@@ -83,6 +83,7 @@ class EngineOptions:
     max_adapter_wait_s: float
     mixed_batch_ratio: float
     prefix_cache: bool
+    cuda_graphs: bool
     threads: int | None
     log_level: str
     log_format: LogFormat
@@ -106,6 +107,7 @@ def parse_options(argv: Sequence[str]) -> EngineOptions:
     parser.add_argument("--max-adapter-wait-s", type=float, default=2.0, help="how long one may be overtaken")
     parser.add_argument("--mixed-batch-ratio", type=float, default=1.0, help="share that runs with mixed adapters")
     parser.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--cuda-graphs", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--threads", type=_positive, default=None, help="computing threads; default: one a core")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--log-format", default="auto", choices=["auto", "console", "json"])
@@ -234,6 +236,7 @@ def _open_model_runner(options: EngineOptions) -> OpenedRunner:
         max_prefill_tokens=options.max_prefill_tokens or _MOST_STEP_TOKENS,
         base_digest=options.base_digest or read_manifest(options.base_dir).digest(),
         threads=options.threads or usable_cores(),
+        cuda_graphs=options.cuda_graphs,
     )
 
 

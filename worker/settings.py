@@ -70,6 +70,9 @@ class WorkerSettings(AdminSettings):
     prefix_cache: bool = Field(
         True, description="reuse what was computed for equal beginnings of prompts, per tenant and adapter"
     )
+    cuda_graphs: bool = Field(
+        True, description="on a GPU run answers' steps as captured graphs; off saves start-up time and some memory"
+    )
     threads: Count | None = Field(None, description="threads that compute (default: one for each core that it may use)")
     engine_silence_s: Annotated[float, Field(gt=0, le=86_400)] = Field(
         300.0, description="seconds the engine may say nothing while it has requests before it is killed and restarted"
@@ -102,4 +105,5 @@ class WorkerSettings(AdminSettings):
         }
         flags = [text for name, value in options.items() if value is not None for text in (f"--{name}", str(value))]
         flags.append("--prefix-cache" if self.prefix_cache else "--no-prefix-cache")
+        flags.append("--cuda-graphs" if self.cuda_graphs else "--no-cuda-graphs")
         return [sys.executable, "-m", "worker.engine_process", *flags]

@@ -82,7 +82,7 @@ def test_linear_in_whole_numbers(rows: int, out: int, inner: int) -> None:
 def test_embed(kind: str) -> None:
     plain = Linear.plain(randn(50, 24).to(torch.float32 if kind == "float32" else torch.bfloat16), None)
     embedding = quantize_linear(plain) if kind == "int8" else plain
-    tokens = np.array([0, 49, 16, 15, 31, 16])
+    tokens = torch.tensor([0, 49, 16, 15, 31, 16])
     exact, expected = both(cpu(2), lambda one, step: step.embed(one.pack(embedding), tokens).float(), 6)
     assert torch.equal(exact, expected)
 

@@ -34,7 +34,7 @@ def layer(step: CpuStep, x: Tensor, index: int) -> Tensor:
 
 def run(kernels: CpuKernels, tokens: list[int], position: int) -> Tensor:
     step = kernels.step(batch_of([(position, len(tokens))], {}, [-1]))
-    x = step.embed(EMBEDDING, torch.tensor(tokens).numpy())
+    x = step.embed(EMBEDDING, torch.tensor(tokens))
     for index in (0, 1, 0, 1):
         x = layer(step, x, index)
     step.finish()
@@ -55,7 +55,7 @@ def test_rooms_of_dropped_results_are_used_again(kernels: CpuKernels) -> None:
     run(kernels, [1, 2, 3], 0)
     few = kernels.tapes.find((3, False)).end
     step = kernels.step(batch_of([(0, 4)], {}, [-1]))
-    x = step.embed(EMBEDDING, torch.tensor([1, 2, 3, 4]).numpy())
+    x = step.embed(EMBEDDING, torch.tensor([1, 2, 3, 4]))
     held = [x]
     for index in (0, 1, 0, 1):
         held.append(layer(step, held[-1], index))

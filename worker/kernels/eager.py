@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -67,9 +66,9 @@ class EagerStep:
         self._decodes = _decodes(singles, device) if singles else None
         self._lora = _spans(batch)
 
-    def embed(self, embedding: Linear, token_ids: NDArray[np.int64]) -> Tensor:
+    def embed(self, embedding: Linear, token_ids: Tensor) -> Tensor:
         """See StepKernels."""
-        return functional.embedding(torch.from_numpy(token_ids).to(self._cos.device), embedding.weight)
+        return functional.embedding(token_ids, embedding.weight)
 
     def linear(self, linear: Linear, x: Tensor) -> Tensor:
         """See StepKernels."""

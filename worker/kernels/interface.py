@@ -1,19 +1,19 @@
 """What a backend must compute; everything else of the model is plain torch.
 
-`cpu` is for CPUs, `eager` for any other device; `reference` is the float32 oracle every backend is tested against.
-`triton` holds CUDA kernels that are no backend yet.
+`cpu` is for CPUs, `triton` for CUDA devices, `eager` for what those do not compute; `reference` is the float32 oracle
+every backend is tested against.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.kernels.layout import Arena, Batch, Site
 from worker.kernels.linear import Linear
+from worker.kernels.placing import Placement, SiteShape
 
 
 class StepKernels(Protocol):
@@ -23,8 +23,8 @@ class StepKernels(Protocol):
     may be read after `finish`, until the next step begins.
     """
 
-    def embed(self, embedding: Linear, token_ids: NDArray[np.int64]) -> Tensor:
-        """Return the rows of W, [vocab, hidden], of some tokens: [T, hidden]."""
+    def embed(self, embedding: Linear, token_ids: Tensor) -> Tensor:
+        """Return the rows of W, [vocab, hidden], of some tokens, [T] int64 on the device: [T, hidden]."""
         ...
 
     def linear(self, linear: Linear, x: Tensor) -> Tensor:
@@ -81,6 +81,42 @@ class Kernels(Protocol):
 
     def step(self, batch: Batch) -> StepKernels:
         """Return the operators for a step; valid until the next call."""
+        ...
+
+
+Forward = Callable[[StepKernels, Tensor], Tensor]
+"""A whole model over one step's operators: token ids [T] int64 to logits [T, vocab]."""
+
+
+class DecodeGraphs(Protocol):
+    """Decode steps made ready beforehand, each for steps up to its size."""
+
+    def capture(self) -> None:
+        """Make them ready, before the first request."""
+        ...
+
+    def logits(self, batch: Batch) -> Tensor | None:
+        """Run a step of one row per request and return its rows' logits [T, vocab] float32, valid until the next call.
+
+        None, without having done anything, where none stands for this step.
+        """
+        ...
+
+
+@runtime_checkable
+class DeviceKernels(Protocol):
+    """What a backend of a device of its own offers beside `Kernels`."""
+
+    def placement(self, sites: Sequence[SiteShape], *, num_slots: int) -> Placement:
+        """Return the way adapters come into the arena; to be called once, before the first step."""
+        ...
+
+    def warm_up(self, forward: Forward) -> None:
+        """Compile what any step may need, so that no request has to wait for it."""
+        ...
+
+    def decode_graphs(self, forward: Forward, *, max_rows: int) -> DecodeGraphs:
+        """Return decode steps of up to so many rows, still to be captured."""
         ...
 
 

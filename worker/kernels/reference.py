@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.kernels.layout import Arena, Batch, Rows, Site
@@ -37,9 +35,9 @@ class ReferenceKernels:
         self._batch = batch
         return self
 
-    def embed(self, embedding: Linear, token_ids: NDArray[np.int64]) -> Tensor:
+    def embed(self, embedding: Linear, token_ids: Tensor) -> Tensor:
         """See StepKernels."""
-        return _weight_of(embedding)[torch.from_numpy(token_ids)]
+        return _weight_of(embedding)[token_ids]
 
     def linear(self, linear: Linear, x: Tensor) -> Tensor:
         """See StepKernels."""

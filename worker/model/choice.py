@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.mailbox import Sampling
+from worker.model.device import send
 
 PRESELECT: Final = (256, 4096)
 """Sizes of the candidate lists tried before all of the vocabulary is sorted."""
@@ -38,9 +39,9 @@ class Filters:
         top_k = [s.top_k if 0 < s.top_k < vocab_size else vocab_size for s in samplings]
         log_min_p = [float(np.log(s.min_p)) if s.min_p > 0 else -np.inf for s in samplings]
         return cls(
-            torch.tensor(top_k, dtype=torch.int64, device=device)[:, None],
-            torch.tensor([s.top_p for s in samplings], dtype=torch.float32, device=device)[:, None],
-            torch.tensor(log_min_p, dtype=torch.float32, device=device)[:, None],
+            send(np.array(top_k, dtype=np.int64), device)[:, None],
+            send(np.array([s.top_p for s in samplings], dtype=np.float32), device)[:, None],
+            send(np.array(log_min_p, dtype=np.float32), device)[:, None],
         )
 
     def rows(self, index: Tensor) -> Filters:
@@ -56,19 +57,19 @@ def is_filtered(sampling: Sampling) -> bool:
 def draw(logits: Tensor, samplings: Sequence[Sampling], uniforms: NDArray[np.float64]) -> Tensor:
     """Choose one token id per row: logits [R, vocab] float32 (overwritten), temperatures above 0; returns [R] int64."""
     device = logits.device
-    temperature = torch.tensor([s.temperature for s in samplings], dtype=torch.float32, device=device)[:, None]
+    temperature = send(np.array([s.temperature for s in samplings], dtype=np.float32), device)[:, None]
     # The largest logit becomes 0 before the division, so that no temperature overflows.
     scaled = logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(temperature)
-    uniform = torch.from_numpy(uniforms).to(device)
+    uniform = send(uniforms, device)
     filtered = [row for row, sampling in enumerate(samplings) if is_filtered(sampling)]
     if not filtered:
         return _walk(scaled.exp(), uniform)
     chosen = torch.empty(len(samplings), dtype=torch.int64, device=device)
     free = [row for row, sampling in enumerate(samplings) if not is_filtered(sampling)]
     if free:
-        index = torch.tensor(free, device=device)
+        index = send(np.array(free), device)
         chosen[index] = _walk(scaled[index].exp(), uniform[index])
-    index = torch.tensor(filtered, device=device)
+    index = send(np.array(filtered), device)
     filters = Filters.of([samplings[row] for row in filtered], logits.shape[1], device)
     some = scaled[index] if free else scaled
     chosen[index] = _draw_filtered(some, filters, uniform[index])

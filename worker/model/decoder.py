@@ -6,33 +6,16 @@ and nothing else: tensors come from `weights`, the step's layout from `batch`, o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.kernels.interface import Kernels, StepKernels
 from worker.kernels.layout import Batch, Site
 from worker.model.config import ModelConfig
+from worker.model.device import send
+from worker.model.scores import Scores
 from worker.model.weights import LayerWeights, ModelWeights
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """What the model says of the next token of S rows."""
-
-    logits: Tensor
-    """[S, vocab] float32."""
-    largest: Tensor
-    """[S] float32, each row's largest logit; NaN if it has one."""
-    likeliest: Tensor
-    """[S] int64, the token of the largest logit; any, where that is NaN."""
-
-    def first(self, count: int) -> Scores:
-        """Return those of the first rows."""
-        return Scores(self.logits[:count], self.largest[:count], self.likeliest[:count])
 
 
 class Decoder:
@@ -47,23 +30,35 @@ class Decoder:
 
         Returns the next token's scores for some of the batch's rows, None for none. They last until the next step.
         """
-        step = self._kernels.step(batch)
-        hidden = self._hidden(step, batch)
+        step, device = self._kernels.step(batch), self._weights.norm.device
+        hidden = self._hidden(step, send(batch.token_ids, device))
         if not len(rows):
             step.finish()
             return None
         if not np.array_equal(rows, np.arange(len(hidden))):  # some rows only, or in another order
             step.finish()
-            hidden = hidden[torch.from_numpy(rows).to(hidden.device)]
-        logits = step.linear(self._weights.lm_head, step.rms_norm(hidden, self._weights.norm, self._eps))
+            hidden = hidden[send(rows, device)]
+        logits = self._head(step, hidden)
         largest = step.largest(logits)
         step.finish()
         return Scores(logits.float(), *largest)
 
-    def _hidden(self, step: StepKernels, batch: Batch) -> Tensor:
+    def forward(self, step: StepKernels, token_ids: Tensor) -> Tensor:
+        """Run the model over one step's operators; token ids [T] int64 to every row's logits [T, vocab].
+
+        Reads nothing on the host, so that it can be captured.
+        """
+        logits = self._head(step, self._hidden(step, token_ids))
+        step.finish()
+        return logits
+
+    def _head(self, step: StepKernels, hidden: Tensor) -> Tensor:
+        return step.linear(self._weights.lm_head, step.rms_norm(hidden, self._weights.norm, self._eps))
+
+    def _hidden(self, step: StepKernels, token_ids: Tensor) -> Tensor:
         """Run all layers; returns [T, hidden] before the last norm."""
         layers = self._weights.layers
-        residual = step.embed(self._weights.embedding, batch.token_ids).to(self._weights.norm.dtype)
+        residual = step.embed(self._weights.embedding, token_ids).to(self._weights.norm.dtype)
         x = step.rms_norm(residual, layers[0].input_norm, self._eps)
         for index, layer in enumerate(layers):
             delta = self._attention(step, x, layer, index)

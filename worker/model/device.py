@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from loraplex.errors import InvalidParameter
 
@@ -34,6 +36,15 @@ def choose_dtype(asked: str, device: torch.device) -> str:
     if asked != "auto":
         raise InvalidParameter(f"dtype {asked!r} is not known; give auto, float32 or bfloat16", field="dtype")
     return "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
+
+
+def send(array: NDArray[Any], device: torch.device) -> Tensor:
+    """Copy an array to the device without waiting for it, or for what the device does; on a CPU the array is shared."""
+    tensor = torch.from_numpy(array)
+    if device.type != "cuda":
+        return tensor.to(device)
+    # torch gives this page-locked memory to nobody else before the copy is done.
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def free_bytes(device: torch.device) -> int:

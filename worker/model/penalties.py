@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.mailbox import Sampling
+from worker.model.device import send
 
 
 class SeenTokens:
@@ -72,10 +73,10 @@ def apply_penalties(logits: Tensor, rows: Sequence[PenaltyRow]) -> None:
     sizes = [len(row.seen.ids) for row in rows]
 
     def spread(values: list[float]) -> Tensor:
-        return torch.from_numpy(np.repeat(np.array(values, dtype=np.float32), sizes)).to(logits.device)
+        return send(np.repeat(np.array(values, dtype=np.float32), sizes), logits.device)
 
-    flat = torch.from_numpy(np.concatenate([row.seen.ids + row.row * width for row in rows])).to(logits.device)
-    counts = torch.from_numpy(np.concatenate([row.seen.answer_counts for row in rows])).to(logits.device)
+    flat = send(np.concatenate([row.seen.ids + row.row * width for row in rows]), logits.device)
+    counts = send(np.concatenate([row.seen.answer_counts for row in rows]), logits.device)
     repetition = spread([row.sampling.repetition_penalty for row in rows])
     frequency = spread([row.sampling.frequency_penalty for row in rows])
     presence = spread([row.sampling.presence_penalty for row in rows])
@@ -90,6 +91,6 @@ def apply_biases(logits: Tensor, rows: Sequence[tuple[int, Sequence[tuple[int, f
     entries = [(row * logits.shape[1] + token, bias) for row, biases in rows for token, bias in biases]
     if not entries:
         return
-    flat = torch.tensor([index for index, _ in entries], dtype=torch.int64, device=logits.device)
-    values = torch.tensor([bias for _, bias in entries], dtype=torch.float32, device=logits.device)
+    flat = send(np.array([index for index, _ in entries], dtype=np.int64), logits.device)
+    values = send(np.array([bias for _, bias in entries], dtype=np.float32), logits.device)
     logits.view(-1).index_put_((flat,), values, accumulate=True)

@@ -25,20 +25,20 @@ from worker.engine.plan import (
     StepResult,
 )
 from worker.kernels.draws import Drawing
-from worker.kernels.eager import EagerBackend
-from worker.kernels.interface import Backend
+from worker.kernels.interface import Backend, DeviceKernels
 from worker.kernels.layout import BLOCK_TOKENS, Arena, AttentionShape
 from worker.kernels.linear import Linear
-from worker.kernels.tiles import usable_chunk_bytes
+from worker.model.backends import choose_backend
 from worker.model.base_quantization import check_base_quantization, quantize_linear
 from worker.model.batch import build_step
 from worker.model.calibration import tokens_per_second
 from worker.model.comparison import compare_logits, comparison_rows, comparison_sequences
 from worker.model.config import ModelConfig, read_config, read_eos_token_ids
-from worker.model.decoder import Decoder, Scores
+from worker.model.decoder import Decoder
 from worker.model.device import DTYPES, choose_device, choose_dtype, free_bytes
 from worker.model.memory import default_arena_bytes, plan_arena
 from worker.model.sampler import Sampler
+from worker.model.scores import Scores
 from worker.model.weights import load_weights
 
 log = structlog.get_logger(__name__)
@@ -64,6 +64,7 @@ class ModelRunner:
         sampler: Sampler,
         arena: Arena,
         adapters: DeviceAdapters,
+        kernels: DeviceKernels | None = None,
         *,
         device: torch.device,
         dtype: str,
@@ -71,19 +72,24 @@ class ModelRunner:
         max_running_requests: int,
         max_prefill_tokens: int,
         eos_token_ids: frozenset[int],
+        cuda_graphs: bool = True,
     ) -> None:
-        """`open` is the usual way to make one."""
+        """`open` is the usual way to make one. `kernels` are the decoder's, where they are of a device of its own."""
         self.device, self.dtype = device.type, dtype
         self.vocab_size = config.vocab_size
         self.max_context_tokens = max_context_tokens
         self.block_tokens, self.total_blocks, self.chunk_bytes = BLOCK_TOKENS, arena.num_chunks, arena.chunk_bytes
-        self.adapter_chunk_bytes = usable_chunk_bytes(arena.chunk_bytes)
+        self.adapter_chunk_bytes = adapters.usable_chunk_bytes
         self.eos_token_ids = eos_token_ids
         self._torch_device = device
         self._decoder, self._adapters = decoder, adapters
         self._sampler = sampler
         self._max_running_requests = max_running_requests
         self._max_prefill_tokens = max_prefill_tokens
+        self._kernels = kernels
+        self._graphs = None
+        if kernels is not None and cuda_graphs:
+            self._graphs = kernels.decode_graphs(decoder.forward, max_rows=max_running_requests)
 
     @classmethod
     def open(
@@ -100,13 +106,14 @@ class ModelRunner:
         base_digest: str,
         base_quantization: str = "none",
         threads: int = 1,
+        cuda_graphs: bool = True,
         backend: Backend | None = None,
     ) -> ModelRunner:
         """Load the Hugging Face folder `base_dir` and take the arena's memory.
 
         `device` is auto, cpu or cuda; `dtype` auto, float32 or bfloat16; `base_quantization` none or int8; None leaves
-        a size to the machine. Raises InvalidBaseModel, CorruptArtifact or InvalidParameter, naming the field and the
-        remedy.
+        a size to the machine, and the backend to the device. Raises InvalidBaseModel, CorruptArtifact or
+        InvalidParameter, naming the field and the remedy.
         """
         config = read_config(base_dir)
         eos_token_ids = read_eos_token_ids(base_dir)
@@ -114,7 +121,10 @@ class ModelRunner:
         check_base_quantization(base_quantization, torch_device)
         dtype_name = choose_dtype(dtype, torch_device)
         torch_dtype = DTYPES[dtype_name]
-        backend = backend or _backend(torch_device, threads)
+        base = BaseShape(base_digest, config.num_layers, config.module_shapes())
+        shape = AttentionShape(config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim)
+        if backend is None:
+            backend = choose_backend(shape, base.sites(), device=torch_device, dtype=torch_dtype, threads=threads)
         weights = load_weights(
             base_dir,
             config,
@@ -130,11 +140,11 @@ class ModelRunner:
             arena_bytes=arena_bytes,
             max_context_tokens=max_context_tokens,
         )
-        shape = AttentionShape(config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim)
         arena = Arena(shape, num_chunks=plan.num_chunks, dtype=torch_dtype, device=torch_device)
         cos, sin = (table.to(torch_device) for table in config.rope.tables(plan.max_context_tokens))
         kernels = backend.bind(arena, cos, sin)
-        base = BaseShape(base_digest, config.num_layers, config.module_shapes())
+        own = kernels if isinstance(kernels, DeviceKernels) else None
+        placement = own.placement(base.sites(), num_slots=max_resident_adapters) if own else None
         log.info(
             "model.opened",
             family=config.family,
@@ -150,13 +160,15 @@ class ModelRunner:
             Decoder(config, weights, kernels),
             Sampler(eos_token_ids, kernels if isinstance(kernels, Drawing) else None),
             arena,
-            DeviceAdapters(base, arena, num_slots=max_resident_adapters),
+            DeviceAdapters(base, arena, num_slots=max_resident_adapters, placement=placement),
+            own,
             device=torch_device,
             dtype=dtype_name,
             max_context_tokens=plan.max_context_tokens,
             max_running_requests=max_running_requests,
             max_prefill_tokens=max_prefill_tokens,
             eos_token_ids=eos_token_ids,
+            cuda_graphs=cuda_graphs,
         )
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -176,9 +188,7 @@ class ModelRunner:
                     unlike = (plan.comparison.request_id,)
             if scores is None:
                 return StepResult(plan.step, (), unlike, compared)
-            largest: list[float] = scores.largest.tolist()
-            broken = [row.request_id for row, logit in zip(sampled, largest, strict=True) if not math.isfinite(logit)]
-            tokens = self._sampler.sample(scores.logits, sampled, scores.likeliest)
+            tokens, broken = self._sampler.sample(scores, sampled)
             return StepResult(plan.step, tokens, (*broken, *unlike), compared)
 
     def prepare_adapter(self, slot: int, path: Path, chunk_ids: tuple[int, ...]) -> AdapterLoad:
@@ -196,6 +206,7 @@ class ModelRunner:
 
         To be called before the first request: it writes to cache blocks as it likes.
         """
+        self.prepare()
         self._run_and_wait([SequenceStep(0, (0,), 0, (0,), BASE_SLOT, sample=True)])  # the first ever is slow
         longest = min(self._max_prefill_tokens, self.max_context_tokens - 1, self.total_blocks * BLOCK_TOKENS)
         widest = min(self._max_running_requests, self.total_blocks)
@@ -209,6 +220,14 @@ class ModelRunner:
 
         return tokens_per_second(prefill, max(longest, 1)), tokens_per_second(decode, widest)
 
+    def prepare(self) -> None:
+        """Compile and capture what requests would otherwise wait for; before the first one, as it takes the device."""
+        with torch.inference_mode():
+            if self._kernels is not None:
+                self._kernels.warm_up(self._decoder.forward)
+            if self._graphs is not None:
+                self._graphs.capture()
+
     def _run_and_wait(self, sequences: list[SequenceStep]) -> None:
         with torch.inference_mode():
             _, scores = self._forward(sequences)
@@ -218,6 +237,10 @@ class ModelRunner:
     def _forward(self, sequences: Sequence[SequenceStep]) -> tuple[tuple[SequenceStep, ...], Scores | None]:
         """Return the sequences that choose a token and their scores, None when there are none."""
         step = build_step(sequences, self._adapters.get)
+        if self._graphs is not None and len(step.sampled) == len(step.batch.token_ids):
+            logits = self._graphs.logits(step.batch)
+            if logits is not None:
+                return step.sampled, Scores.of(logits)
         return step.sampled, self._decoder.scores(step.batch, step.sampled_rows)
 
     def _forward_comparing(
@@ -237,14 +260,3 @@ def _packing(backend: Backend, base_quantization: str) -> Callable[[Linear], Lin
     if base_quantization == "none":
         return backend.pack
     return lambda linear: backend.pack(quantize_linear(linear))
-
-
-def _backend(device: torch.device, threads: int) -> Backend:
-    """Return the kernels for a device; `threads` compute on a CPU. `kernels.triton` is no backend yet."""
-    if device.type != "cpu":
-        return EagerBackend()
-    # Their compiler takes a second to import, which a GPU's worker can do without.
-    from worker.kernels.cpu.backend import CpuBackend  # noqa: PLC0415
-    from worker.kernels.cpu.pool import shared_pool  # noqa: PLC0415
-
-    return CpuBackend(shared_pool(threads))

@@ -8,6 +8,7 @@ logits only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -21,8 +22,10 @@ from worker.engine.plan import NewRequest, SampledLogprobs, SampledTokens, Seque
 from worker.kernels.draws import Drawing, Draws
 from worker.mailbox import Sampling
 from worker.model.choice import draw
+from worker.model.device import send
 from worker.model.penalties import PenaltyRow, SeenTokens, apply_biases, apply_penalties, has_penalties
 from worker.model.random import uniforms
+from worker.model.scores import Scores
 
 LOWEST_LOGPROB: Final = -9999.0
 """Stands for log probabilities that are lower or not a number, so that every answer is valid JSON."""
@@ -60,48 +63,58 @@ class Sampler:
             self._requests.pop(request_id, None)
 
     def sample(
-        self, logits: Tensor, sequences: Sequence[SequenceStep], likeliest: Tensor | None = None
-    ) -> tuple[SampledTokens, ...]:
-        """Choose one token per sequence; logits [S, vocab] float32 in the sequences' order, may be overwritten.
+        self, scores: Scores, sequences: Sequence[SequenceStep]
+    ) -> tuple[tuple[SampledTokens, ...], tuple[int, ...]]:
+        """Choose one token per sequence; scores in the sequences' order, their logits may be overwritten.
 
-        likeliest [S] int64 are the tokens of the largest logits, None if nobody has looked for them.
+        Returns what each sequence gained, and the ids of requests whose logits were NaN or infinite: their tokens mean
+        nothing. The device is waited for once, to read both, and more often for log probabilities and filters.
         """
+        logits, likeliest = scores.logits, scores.likeliest
         requests = [self._requests[sequence.request_id] for sequence in sequences]
         positions = [sequence.position + len(sequence.token_ids) for sequence in sequences]
         reported = [row for row, request in enumerate(requests) if request.sampling.logprobs >= 0]
-        raw = logits[torch.tensor(reported, device=logits.device)] if reported else None  # a copy
-        if self._constrain(logits, requests, positions) or likeliest is None:
+        raw = logits[send(np.array(reported), logits.device)] if reported else None  # a copy
+        if self._constrain(logits, requests, positions):
             likeliest = logits.argmax(dim=-1)
-        tokens = self._choose(logits, likeliest, requests, positions)
+        chosen = self._choose(logits, likeliest, requests, positions)
+        # In one transfer; token ids are far below 2^53.
+        read: list[list[float]] = torch.stack((chosen.double(), scores.largest.double())).tolist()
+        tokens = [int(token) for token in read[0]]
         logprobs: dict[int, SampledLogprobs] = {}
         if raw is not None:
-            chosen = [tokens[row] for row in reported]
+            of_reported = [tokens[row] for row in reported]
             wanted = [requests[row].sampling.logprobs for row in reported]
-            logprobs = dict(zip(reported, _report(raw, chosen, wanted), strict=True))
+            logprobs = dict(zip(reported, _report(raw, of_reported, wanted), strict=True))
         for request, token in zip(requests, tokens, strict=True):
             if request.seen is not None:
                 request.seen.add(token)
-        return tuple(
+        sampled = tuple(
             SampledTokens(sequence.request_id, (token,), (logprobs[row],) if row in logprobs else ())
             for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True))
         )
+        broken = [
+            sequence.request_id for sequence, logit in zip(sequences, read[1], strict=True) if not math.isfinite(logit)
+        ]
+        return sampled, tuple(broken)
 
     def _choose(
         self, logits: Tensor, likeliest: Tensor, requests: Sequence[_Request], positions: Sequence[int]
-    ) -> list[int]:
-        tokens: list[int] = likeliest.tolist()
+    ) -> Tensor:
+        """Return [S] int64, on the device."""
         drawn = [row for row, request in enumerate(requests) if request.sampling.temperature > 0]
-        if drawn:
-            samplings = [requests[row].sampling for row in drawn]
-            random = uniforms([sampling.seed for sampling in samplings], [positions[row] for row in drawn])
-            if self._drawing is not None:
-                chosen = self._drawing.draw(logits, _draws(drawn, samplings, random))
-            else:
-                some = logits if len(drawn) == len(requests) else logits[torch.tensor(drawn, device=logits.device)]
-                chosen = draw(some, samplings, random).tolist()
-            for row, token in zip(drawn, chosen, strict=True):
-                tokens[row] = token
-        return tokens
+        if not drawn:
+            return likeliest
+        samplings = [requests[row].sampling for row in drawn]
+        random = uniforms([sampling.seed for sampling in samplings], [positions[row] for row in drawn])
+        index = send(np.array(drawn), logits.device)
+        chosen = likeliest.clone()
+        if self._drawing is not None:
+            chosen[index] = torch.tensor(self._drawing.draw(logits, _draws(drawn, samplings, random)))
+        else:
+            some = logits if len(drawn) == len(requests) else logits[index]
+            chosen[index] = draw(some, samplings, random)
+        return chosen
 
     def _constrain(self, logits: Tensor, requests: Sequence[_Request], positions: Sequence[int]) -> bool:
         """Apply what parameters forbid or favour; returns whether there was anything."""

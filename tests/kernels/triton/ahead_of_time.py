@@ -23,7 +23,6 @@ _ASYNC = re.compile(r"cp\.async\.c[ag]\.shared\.global[^;]*?,\s*(0x[0-9a-f]+|\d+
 
 TYPES = {
     "layer": "i32",
-    "table_stride": "i32",
     "scale_log2e": "fp32",
     "eps": "fp32",
     "arena_ptr": "*u8",

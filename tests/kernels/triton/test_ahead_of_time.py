@@ -16,7 +16,9 @@ import triton.language as tl
 
 from tests.kernels.triton.ahead_of_time import Compiled, compile_for
 from worker.kernels.triton.attend import attend_kernel, combine_kernel
+from worker.kernels.triton.attention import AttentionShape
 from worker.kernels.triton.expand import expand_kernel
+from worker.kernels.triton.platform import power_of_2
 from worker.kernels.triton.pointwise import norm_kernel, silu_mul_kernel
 from worker.kernels.triton.prefill import prefill_shrink_kernel
 from worker.kernels.triton.rope import rope_kernel
@@ -132,11 +134,11 @@ def test_a_model_of_float16(kernel: str) -> None:
 
 
 @CAPABILITIES
-@pytest.mark.parametrize(("rows", "splits", "warps"), [(1, 4, 4), (32, 1, 8)], ids=["decode", "prefill"])
-def test_attention(capability: int, rows: int, splits: int, warps: int) -> None:
+@pytest.mark.parametrize(("rows", "warps"), [(1, 4), (32, 8)], ids=["decode", "prefill"])
+def test_attention(capability: int, rows: int, warps: int) -> None:
     constants = {
         "KV_HEADS": 8, "PER_KV": 4, "PER_KV_2": 4, "DIM": 128, "DIM_2": 128, "CHUNK_BYTES": 2 << 20, "ROWS": rows,
-        "BLOCK": 64, "PER_SPLIT": 256 if splits > 1 else 1 << 30, "SPLITS": splits,
+        "BLOCK": 64, "PER_SPLIT": 256 if rows == 1 else 1 << 30, "PARTIAL": rows == 1,
         "STAGES": 2 if capability < 90 else 3, "DOT": tl.bfloat16,
     }  # fmt: skip
     compiled = compile_for(attend_kernel, capability, constants, num_warps=warps, types={"blocks_ptr": "*i32"})
@@ -145,19 +147,41 @@ def test_attention(capability: int, rows: int, splits: int, warps: int) -> None:
     assert compiled.widths_at("value = tl.load(") == {16}
 
 
+@pytest.mark.parametrize(
+    ("capability", "heads", "kv_heads", "dim"), [(80, 32, 32, 128), (90, 9, 3, 64), (90, 14, 2, 64)]
+)
+@pytest.mark.parametrize("decode", [True, False], ids=["decode", "prefill"])
+def test_attention_of_other_models(decode: bool, capability: int, heads: int, kv_heads: int, dim: int) -> None:
+    """Llama 2 (every head its own keys), SmolLM2-135M and Qwen2.5-0.5B."""
+    shape = AttentionShape(24, heads, kv_heads, dim)
+    constants = {
+        "KV_HEADS": kv_heads, "PER_KV": shape.per_kv, "PER_KV_2": power_of_2(shape.per_kv), "DIM": dim, "DIM_2": dim,
+        "CHUNK_BYTES": shape.chunk_bytes(2), "ROWS": 1 if decode else shape.prefill_rows, "BLOCK": 64,
+        "PER_SPLIT": 256 if decode else 1 << 30, "PARTIAL": decode, "STAGES": 2 if capability < 90 else 3,
+        "DOT": tl.bfloat16,
+    }  # fmt: skip
+    warps = 4 if decode else 8
+    compiled = compile_for(attend_kernel, capability, constants, num_warps=warps, types={"blocks_ptr": "*i32"})
+    assert_fits(compiled, capability)
+    assert compiled.widths_at("key = tl.load(") == {16}
+
+
 @CAPABILITIES
 def test_the_kernels_between(capability: int) -> None:
-    combine = {"HEADS": 32, "DIM": 128, "DIM_2": 128, "PER_SPLIT": 256, "SPLITS": 4, "SPLITS_2": 4}
-    assert_fits(compile_for(combine_kernel, capability, combine, num_warps=2), capability)
+    combine = {"HEADS": 32, "DIM": 128, "DIM_2": 128, "SIDE": 16}
+    compiled = compile_for(combine_kernel, capability, combine, num_warps=2, types={"rows_ptr": "*i32"})
+    assert_fits(compiled, capability)
+    assert compiled.widths_at("partial = tl.load(") == {16}
     rope = {
         "Q_HEADS": 32, "KV_HEADS": 8, "DIM": 128, "HALF_2": 64, "CHUNK_BYTES": 2 << 20, "HEADS": 8, "DELTA": True,
         "NORM": True, "LARGEST": torch.finfo(torch.bfloat16).max,
     }  # fmt: skip
     assert_fits(compile_for(rope_kernel, capability, rope, num_warps=4), capability)
-    norm = {"H": 4096, "H_2": 4096, "ADD": True, "DELTA": True}
-    compiled = compile_for(norm_kernel, capability, norm, num_warps=4)
-    assert_fits(compiled, capability)
-    assert compiled.widths_at("delta_ptr + at") == {16}
+    for normed in (True, False):
+        norm = {"H": 4096, "H_2": 4096, "ADD": True, "DELTA": True, "NORM": normed}
+        compiled = compile_for(norm_kernel, capability, norm, num_warps=4)
+        assert_fits(compiled, capability)
+        assert compiled.widths_at("delta_ptr + at") == {16}
     silu = {"INNER": 14336, "BLOCK": 1024, "DELTA": True}
     compiled = compile_for(silu_mul_kernel, capability, silu, num_warps=4)
     assert_fits(compiled, capability)

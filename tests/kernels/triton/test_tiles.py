@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from bench.lora_parts import random_part
 from common.adapter_format.packed import PackedModule
-from worker.kernels.triton.directory import Geometry, ModuleTiles, SiteShape, TileTable, build_image
-from worker.kernels.triton.packed_parts import sixteen_bit_part
+from worker.kernels.placing import SiteShape
+from worker.kernels.triton.directory import Geometry, ModuleTiles, TileTable, build_image
+from worker.kernels.triton.packed_parts import rank_part
 from worker.kernels.triton.placement import place
 from worker.kernels.triton.tiles import ALIGNMENT, Format, RankTile, cut, rank_rows
 from worker.kernels.triton.work import BLOCK_CELLS, FixedWork, StepWork, plan_work, to_device
@@ -218,15 +219,16 @@ def test_a_fixed_place_is_filled_anew(table: TileTable) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
-def test_an_unquantized_module_keeps_its_bits_or_is_rounded(dtype: str) -> None:
+def test_an_unquantized_module_keeps_its_bits_or_is_rounded_to_bfloat16(dtype: str) -> None:
     a, b = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in ((12, 64), (32, 12)))
     kept = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[dtype]
     stored = [t.to(kept) for t in (a, b)]
     arrays = [t.view(torch.uint16).numpy() if dtype == "BF16" else t.numpy() for t in stored]
-    part = sixteen_bit_part(PackedModule("layers.0.self_attn.q_proj", 12, 0.25, dtype, arrays[0], arrays[1]))
-    read = torch.float16 if dtype == "F16" else torch.bfloat16
-    assert part.format is (Format.FP16 if dtype == "F16" else Format.BF16)
+    (stored_part,) = PackedModule("layers.0.self_attn.q_proj", 12, 0.25, dtype, arrays[0], arrays[1]).parts
+    part = rank_part(stored_part)
+    assert part.format is Format.BF16
     assert part.scale.tolist() == [0.25] * 12
     for factor, wanted in ((part.a, stored[0]), (part.b_t.T, stored[1])):
-        assert torch.equal(torch.from_numpy(np.ascontiguousarray(factor)).view(read), wanted.to(read))
+        bits = torch.from_numpy(np.ascontiguousarray(factor))
+        assert torch.equal(bits.view(torch.bfloat16), wanted.to(torch.bfloat16))
     assert [tile.rows for tile in cut((part,))] == [16]

@@ -110,14 +110,15 @@ class CpuStep:
         self._num_lora_items = len(lora_items)
         self._recorder = Recorder(kernels.tapes, (len(batch.positions), bool(adapters)))
 
-    def embed(self, embedding: Linear, token_ids: NDArray[np.int64]) -> Tensor:
+    def embed(self, embedding: Linear, token_ids: Tensor) -> Tensor:
         """See StepKernels."""
         inner, scales = embedding.in_features, embedding.scales
         parts = _parts(embedding)
+        self._kept.append(token_ids)
         known, out = self._recorder.result((Op.EMBED,), (len(token_ids), inner), *parts)
         row = (
             *(Op.EMBED, len(token_ids), packed_kind(embedding), embedding.weight.data_ptr(), inner),
-            *(0 if scales is None else scales.data_ptr(), self._keep(token_ids), len(token_ids), out.data_ptr()),
+            *(0 if scales is None else scales.data_ptr(), token_ids.data_ptr(), len(token_ids), out.data_ptr()),
         )
         self._write(known, 1, *row)
         return out

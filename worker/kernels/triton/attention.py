@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,6 +23,7 @@ _KEYS_PER_BLOCK: Final = 64
 _PREFILL_LINES: Final = 128
 _PREFILL_WARPS: Final = 8  # with 4, registers spill on sm_80
 _ROPE_HEADS: Final = 8
+_COMBINE_SIDE: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,37 +52,46 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class AttentionWork:
-    """Rows to attend for in a step, the same for every layer."""
+    """Rows to attend for in a step, the same for every layer: decodes, or parts of prompts."""
 
     items: Tensor
-    """[items, 4] int32: request, first row, rows (0: nothing to do), position of the first row."""
+    """[items, 5] int32: first of the request's blocks, first row, rows (0: nothing to do), position of the first row,
+    first key."""
     blocks: Tensor
-    """[requests, most blocks] int32: chunk ids in the order of positions."""
-    rows_per_item: int
-    """1 for decodes, else AttentionShape.prefill_rows."""
-    most_keys: int
-    """No row sees more positions. May be larger than need be: it sizes grids and partial results only."""
-
-    @property
-    def splits(self) -> int:
-        """Programs that share a decode's keys."""
-        return -(-self.most_keys // KEYS_PER_SPLIT) if self.rows_per_item == 1 else 1
+    """[n] int32: chunk ids, each request's in the order of positions."""
+    rows: Tensor | None
+    """Decodes: [rows, 3] int32: row, its first item, its items; a row without any gets zeros. None for prompts."""
 
 
-def prefill_items(shape: AttentionShape, chunks: list[tuple[int, int, int, int]]) -> NDArray[np.int32]:
-    """Cut chunks (request, first row, rows, position) into items of at most `shape.prefill_rows` rows."""
+def decode_items(decodes: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Cut the keys of decodes [n, 3] (first block, row, position) into items; returns `AttentionWork`'s items and rows.
+
+    The cut is by position alone, so that a row's result depends on no other row.
+    """
+    first_block, row, position = decodes.T
+    pieces = position // KEYS_PER_SPLIT + 1
+    first_item = np.cumsum(pieces) - pieces
+    items = np.empty((int(pieces.sum()), 5), dtype=np.int32)
+    for column, values in enumerate((first_block, row, np.ones_like(row), position)):
+        items[:, column] = np.repeat(values, pieces)
+    items[:, 4] = (np.arange(len(items)) - np.repeat(first_item, pieces)) * KEYS_PER_SPLIT
+    return items, np.stack((row, first_item, pieces), axis=1).astype(np.int32)
+
+
+def prefill_items(shape: AttentionShape, chunks: Sequence[tuple[int, int, int, int]]) -> NDArray[np.int32]:
+    """Cut chunks (first block, first row, rows, position) into items of at most `shape.prefill_rows` rows."""
     step = shape.prefill_rows
     cut = [
-        (request, row + done, min(step, rows - done), position + done)
-        for request, row, rows, position in chunks
+        (block, row + done, min(step, rows - done), position + done, 0)
+        for block, row, rows, position in chunks
         for done in range(0, rows, step)
     ]
-    return np.array(cut, dtype=np.int32).reshape(-1, 4)
+    return np.array(cut, dtype=np.int32).reshape(-1, 5)
 
 
-def attention_room(shape: AttentionShape, work: AttentionWork, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the float32 buffers of partial results; empty where nothing is split."""
-    count = len(work.items) * shape.num_heads * work.splits if work.splits > 1 else 0
+def attention_room(shape: AttentionShape, items: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the float32 buffers of partial results of so many items of decodes."""
+    count = items * shape.num_heads
     return (
         torch.empty(count * shape.head_dim, dtype=torch.float32, device=device),
         torch.empty(count * 2, dtype=torch.float32, device=device),
@@ -100,25 +111,24 @@ def attention(
     """Compute out[row] = softmax(q · kᵀ / √D) v over what each row of the work may see; other rows are left alone.
 
     q, out [T, num_heads, head_dim] contiguous, 16-bit; arena uint8 bytes of whole chunks, whose keys and values of
-    these rows are written already; room from `attention_room`.
+    these rows are written already; room from `attention_room`, which only decodes use.
     """
     if not len(work.items):
         return
-    splits = work.splits
+    decodes = work.rows is not None
     dim_2 = power_of_2(shape.head_dim)
-    per_split = KEYS_PER_SPLIT if work.rows_per_item == 1 else 1 << 30
-    attend_kernel[(len(work.items), shape.num_kv_heads, splits)](
-        q, arena, work.blocks, work.items, out, room[0], room[1], layer, work.blocks.stride(0),
-        math.log2(math.e) / math.sqrt(shape.head_dim),
+    attend_kernel[(len(work.items), shape.num_kv_heads)](
+        q, arena, work.blocks, work.items, out, room[0], room[1], layer, math.log2(math.e) / math.sqrt(shape.head_dim),
         KV_HEADS=shape.num_kv_heads, PER_KV=shape.per_kv, PER_KV_2=power_of_2(shape.per_kv),
-        DIM=shape.head_dim, DIM_2=dim_2, CHUNK_BYTES=shape.chunk_bytes(q.element_size()), ROWS=work.rows_per_item,
-        BLOCK=_KEYS_PER_BLOCK, PER_SPLIT=per_split, SPLITS=splits, STAGES=platform.stages, DOT=platform.dot,
-        num_warps=4 if work.rows_per_item == 1 else _PREFILL_WARPS, **COMPILE,
+        DIM=shape.head_dim, DIM_2=dim_2, CHUNK_BYTES=shape.chunk_bytes(q.element_size()),
+        ROWS=1 if decodes else shape.prefill_rows, BLOCK=_KEYS_PER_BLOCK,
+        PER_SPLIT=KEYS_PER_SPLIT if decodes else 1 << 30, PARTIAL=decodes, STAGES=platform.stages, DOT=platform.dot,
+        num_warps=4 if decodes else _PREFILL_WARPS, **COMPILE,
     )  # fmt: skip
-    if splits > 1:
-        combine_kernel[(len(work.items), shape.num_heads)](
-            out, room[0], room[1], work.items, HEADS=shape.num_heads, DIM=shape.head_dim, DIM_2=dim_2,
-            PER_SPLIT=KEYS_PER_SPLIT, SPLITS=splits, SPLITS_2=power_of_2(splits), num_warps=2, **COMPILE,
+    if work.rows is not None:
+        combine_kernel[(len(work.rows), shape.num_heads)](
+            out, room[0], room[1], work.rows, HEADS=shape.num_heads, DIM=shape.head_dim, DIM_2=dim_2,
+            SIDE=_COMBINE_SIDE, num_warps=2, **COMPILE,
         )  # fmt: skip
 
 

@@ -15,19 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from worker.kernels.placing import SiteShape
 from worker.kernels.triton.placement import Placement, place
 from worker.kernels.triton.tiles import ALIGNMENT, TILE_ROWS, Bytes, RankTile, num_column_tiles
 
 ModuleTiles = Mapping[tuple[int, int], Sequence[tuple[RankTile, ...]]]
 """(site, slice) to the module's rank tiles by layer; an empty tuple where the adapter does not attach."""
-
-
-@dataclass(frozen=True, slots=True)
-class SiteShape:
-    """A place adapters attach: the features its modules read, and what each of them writes, in the fused order."""
-
-    in_features: int
-    widths: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +145,8 @@ class TileTable:
         self.entries: Tensor = torch.zeros(num_layers, num_slots * self.stride, dtype=torch.int64, device=device)
         self.summary = np.zeros((num_slots, len(geometry.modules()), 4), dtype=np.int32)
         """By slot and module: rank tiles, tiles of 16 rows in the layer with most and least of them, set of formats."""
+        self.version = 0
+        """Goes up with every change: what was planned under another version may not hold."""
         self._chunk_bytes = chunk_bytes
 
     def put(self, slot: int, image: AdapterImage, chunk_ids: Sequence[int]) -> None:
@@ -162,11 +157,13 @@ class TileTable:
         where[present] = offsets[image.place_of[present, 0]] + image.place_of[present, 1]
         self._columns(slot).copy_(torch.from_numpy(where << 8 | image.entries))
         self.summary[slot] = image.summary
+        self.version += 1
 
     def clear(self, slot: int) -> None:
         """Forget the slot's tiles."""
         self._columns(slot).zero_()
         self.summary[slot] = 0
+        self.version += 1
 
     def _columns(self, slot: int) -> Tensor:
         return self.entries[:, slot * self.stride : (slot + 1) * self.stride]

@@ -17,14 +17,19 @@ _SILU_BLOCK: Final = 1024
 
 def rms_norm(residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     """Compute out = weight · residual / √(mean(residual²) + eps) by rows; both [T, H] contiguous, weight [H]."""
-    _norm(residual, None, weight, eps, out, None)
+    _norm(residual, None, (weight, eps, out), None)
 
 
 def add_norm(
     residual: Tensor, x: Tensor, weight: Tensor, eps: float, out: Tensor, *, delta: tuple[Tensor, Tensor] | None = None
 ) -> None:
     """Compute residual += x (+ delta), in place, then out = its RMS norm. All [T, H] contiguous, 16-bit; weight [H]."""
-    _norm(residual, x, weight, eps, out, delta)
+    _norm(residual, x, (weight, eps, out), delta)
+
+
+def add(residual: Tensor, x: Tensor, *, delta: tuple[Tensor, Tensor] | None = None) -> None:
+    """Compute residual += x (+ delta) in place; all [T, H] contiguous."""
+    _norm(residual, x, None, delta)
 
 
 def silu_mul(gate_up: Tensor, out: Tensor, *, delta: tuple[Tensor, Tensor] | None = None) -> None:
@@ -37,12 +42,17 @@ def silu_mul(gate_up: Tensor, out: Tensor, *, delta: tuple[Tensor, Tensor] | Non
 
 
 def _norm(
-    residual: Tensor, x: Tensor | None, weight: Tensor, eps: float, out: Tensor, delta: tuple[Tensor, Tensor] | None
+    residual: Tensor,
+    x: Tensor | None,
+    norm: tuple[Tensor, float, Tensor] | None,
+    delta: tuple[Tensor, Tensor] | None,
 ) -> None:
+    """`norm` is weight, eps and out."""
     hidden = residual.shape[-1]
     delta_of, adapted = delta or (residual, residual)
+    weight, eps, out = norm or (residual, 0.0, residual)
     norm_kernel[(len(residual),)](
         residual, residual if x is None else x, delta_of, adapted, weight, out, eps,
-        H=hidden, H_2=power_of_2(hidden), ADD=x is not None, DELTA=delta is not None,
+        H=hidden, H_2=power_of_2(hidden), ADD=x is not None, DELTA=delta is not None, NORM=norm is not None,
         num_warps=4 if hidden <= 4096 else 8, **COMPILE,
     )  # fmt: skip

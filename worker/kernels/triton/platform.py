@@ -33,10 +33,10 @@ class Platform:
     def of(cls, device: torch.device, dtype: torch.dtype) -> Platform:
         """Return the choices for a 16-bit model on CUDA or in the interpreter. Raises ValueError for others."""
         names = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+        if triton.knobs.runtime.interpret:  # which computes in float32 whatever the model's dtype
+            return cls(tl.float32, slow_int8=False, stages=1)
         if dtype not in names:
             raise ValueError(f"the Triton kernels compute models of bfloat16 or float16, not {dtype}")
-        if triton.knobs.runtime.interpret:
-            return cls(tl.float32, slow_int8=False, stages=1)
         if device.type != "cuda":
             raise ValueError(f"the Triton kernels run on CUDA devices, not on {device}")
         old = torch.cuda.get_device_capability(device) < (9, 0)  # less shared memory, slow conversions

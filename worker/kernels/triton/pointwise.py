@@ -9,13 +9,13 @@ import triton.language as tl
 @triton.jit
 def norm_kernel(
     residual_ptr, x_ptr, delta_ptr, adapted_ptr, weight_ptr, out_ptr, eps,
-    H: tl.constexpr, H_2: tl.constexpr, ADD: tl.constexpr, DELTA: tl.constexpr,
+    H: tl.constexpr, H_2: tl.constexpr, ADD: tl.constexpr, DELTA: tl.constexpr, NORM: tl.constexpr,
 ):
     """Compute residual[t] += x[t] (+ delta[t]) in place, then out[t] = weight · r / √(mean(r²) + eps) of the sum r.
 
     All [T, H] 16-bit, the sums in float32; the norm sees the residual as it was stored. Without ADD
-    residual is only read. delta counts for rows with adapted[t] != 0 (DELTA). Grid (T); H_2 is H rounded up to a power
-    of two.
+    residual is only read, without NORM there is no second half. delta counts for rows with adapted[t] != 0 (DELTA).
+    Grid (T); H_2 is H rounded up to a power of two.
     """
     t = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, H_2)
@@ -30,9 +30,10 @@ def norm_kernel(
         stored = r.to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + at, stored, mask=inside)
         r = stored.to(tl.float32)
-    root = tl.rsqrt(tl.sum(r * r, 0) / H + eps)
-    weight = tl.load(weight_ptr + n, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, (r * root * weight).to(out_ptr.dtype.element_ty), mask=inside)
+    if NORM:
+        root = tl.rsqrt(tl.sum(r * r, 0) / H + eps)
+        weight = tl.load(weight_ptr + n, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out_ptr + at, (r * root * weight).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

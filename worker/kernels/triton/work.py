@@ -14,7 +14,6 @@ Words of the tables (int64 pairs, a count of 0 is nothing to do):
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.kernels.triton.directory import Geometry, TileTable
+from worker.kernels.triton.staging import Staged, send
 
 Words = NDArray[np.int64]
 
@@ -131,12 +131,8 @@ def _blocks(cells: Words, rows: Words) -> Words:
 
 
 def to_device(work: StepWork, device: torch.device) -> StepWork:
-    """Copy a plan to the device in one transfer, from page-locked memory where the device is a GPU."""
-    shapes = [(tensor.shape, tensor.dtype) for tensor in _tensors(work)]
-    host = torch.zeros(_bytes(shapes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for target, tensor in zip(_views(host, shapes), _tensors(work), strict=True):
-        target.copy_(tensor)
-    return _assembled(_views(host.to(device, non_blocking=True), shapes), work.group_rows)
+    """Copy a plan to the device in one transfer."""
+    return from_tensors(send(tensors_of(work), device), work.group_rows)
 
 
 class FixedWork:
@@ -149,48 +145,45 @@ class FixedWork:
     def __init__(self, geometry: Geometry, *, rows: int, max_tiles: int, group_rows: int, device: torch.device) -> None:
         shapes: list[tuple[tuple[int, ...], torch.dtype]] = [((rows,), torch.int32)]
         for site in geometry.sites:
-            cells = rows * len(site.widths) * max_tiles
-            blocks = rows * -(-len(site.widths) * max_tiles // BLOCK_CELLS)
-            shapes += [((cells, 2), torch.int64), ((rows, len(site.widths), 2), torch.int64)]
-            shapes += [((blocks, 2), torch.int64), ((rows,), torch.int32)]
-        self._host = torch.zeros(_bytes(shapes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self._device = self._host.to(device, copy=True)
-        # Written through numpy: torch would wake its threads for so little.
-        self._bytes = self._host.numpy()
-        self._staged = [view.numpy() for view in _views(self._host, shapes)]
-        self.work = _assembled(_views(self._device, shapes), group_rows)
+            modules = len(site.widths)
+            shapes += [((rows * modules * max_tiles, 2), torch.int64), ((rows, modules, 2), torch.int64)]
+            shapes += [((rows * _blocks_at_most(modules, max_tiles), 2), torch.int64), ((rows,), torch.int32)]
+        self._staged = Staged(shapes, device)
+        self.work = from_tensors(self._staged.tensors, group_rows)
 
     def fill(self, plan: StepWork) -> None:
-        """Copy a plan on the current stream; the one before must be done. Raises ValueError for one too large."""
-        tensors = _tensors(plan)
-        for place, tensor in zip(self._staged, tensors, strict=True):
+        """Copy a plan on the current stream. Raises ValueError for one too large."""
+        tensors = tensors_of(plan)
+        for place, tensor in zip(self._staged.tensors, tensors, strict=True):
             if len(tensor) > len(place):
                 raise ValueError(f"a plan with {len(tensor)} entries does not fit the {len(place)} there is room for")
-        self._bytes.fill(0)
-        for place, tensor in zip(self._staged, tensors, strict=True):
-            place[: len(tensor)] = tensor.numpy()
-        self._device.copy_(self._host, non_blocking=True)
+        for array, tensor in zip(self._staged.blank(), tensors, strict=True):
+            array[: len(tensor)] = tensor.numpy()
+        self._staged.copy()
 
 
-def _tensors(work: StepWork) -> list[Tensor]:
+def tiles_needed(plan: StepWork, rows: int) -> int:
+    """Return the least `max_tiles` with which a FixedWork of so many rows has room for a plan of as many or fewer."""
+    needed = 1
+    for site in plan.sites:
+        modules = site.groups.shape[1]
+        needed = max(needed, -(-len(site.cells) // (rows * modules)))
+        while len(site.blocks) > rows * _blocks_at_most(modules, needed):
+            needed += 1
+    return needed
+
+
+def tensors_of(work: StepWork) -> list[Tensor]:
+    """Return a plan's tensors in a fixed order."""
     return [work.order, *(t for site in work.sites for t in (site.cells, site.groups, site.blocks, site.adapted))]
 
 
-def _assembled(tensors: list[Tensor], group_rows: int) -> StepWork:
+def from_tensors(tensors: Sequence[Tensor], group_rows: int) -> StepWork:
+    """Return the plan of such tensors."""
     sites = tuple(SiteWork(*tensors[first : first + 4]) for first in range(1, len(tensors), 4))
     return StepWork(tensors[0], sites, group_rows)
 
 
-def _bytes(shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> int:
-    return sum(-(-math.prod(shape) * dtype.itemsize // 16) * 16 for shape, dtype in shapes)
-
-
-def _views(buffer: Tensor, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
-    """Tensors one after the other in a buffer of bytes, each on 16 bytes, as compiled kernels take them to be."""
-    out = []
-    start = 0
-    for shape, dtype in shapes:
-        size = math.prod(shape) * dtype.itemsize
-        out.append(buffer[start : start + size].view(dtype).view(shape))
-        start += -(-size // 16) * 16
-    return out
+def _blocks_at_most(modules: int, max_tiles: int) -> int:
+    """Blocks of one group."""
+    return -(-modules * max_tiles // BLOCK_CELLS)

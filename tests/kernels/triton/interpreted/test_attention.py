@@ -17,6 +17,7 @@ from worker.kernels.triton.attention import (
     AttentionWork,
     attention,
     attention_room,
+    decode_items,
     prefill_items,
     rope,
 )
@@ -47,10 +48,11 @@ class Cache:
         self.chunks = torch.full(
             (len(order), LAYERS, 2, shape.num_kv_heads, 16, shape.head_dim), torch.nan, dtype=dtype
         )
-        self.blocks = torch.full((len(lengths), max(blocks)), 1 << 30, dtype=torch.int32)  # never to be followed
+        self.first = np.cumsum([0, *(count + 1 for count in blocks)])  # with one between that is never to be followed
+        self.blocks = torch.full((int(self.first[-1]),), 1 << 30, dtype=torch.int32)
         for request, (count, length) in enumerate(zip(blocks, lengths, strict=True)):
             mine = [order.pop() for _ in range(count)]
-            self.blocks[request, :count] = torch.tensor(mine, dtype=torch.int32)
+            self.blocks[self.first[request] : self.first[request] + count] = torch.tensor(mine, dtype=torch.int32)
             for position in range(length):
                 shape_of = self.chunks[mine[position // 16], LAYER, :, :, position % 16].shape
                 self.chunks[mine[position // 16], LAYER, :, :, position % 16] = randn(
@@ -63,7 +65,7 @@ class Cache:
 
     def seen(self, request: int, length: int) -> Tensor:
         """[2, kv_heads, length, dim] float32."""
-        mine = self.blocks[request, : -(-length // 16)].tolist()
+        mine = self.blocks[self.first[request] :][: -(-length // 16)].tolist()
         return torch.cat([self.chunks[chunk, LAYER] for chunk in mine], dim=2)[:, :, :length].float()
 
 
@@ -79,18 +81,16 @@ def reference(q: Tensor, cache: Cache, rows: Sequence[tuple[int, int]]) -> Tenso
     return out
 
 
-def attend(
-    shape: AttentionShape, q: Tensor, cache: Cache, items: np.ndarray, rows_per_item: int, most_keys: int
-) -> Tensor:
-    work = AttentionWork(torch.from_numpy(items), cache.blocks, rows_per_item, most_keys)
+def attend(shape: AttentionShape, q: Tensor, cache: Cache, items: np.ndarray, rows: np.ndarray | None = None) -> Tensor:
+    work = AttentionWork(torch.from_numpy(items), cache.blocks, None if rows is None else torch.from_numpy(rows))
     out = torch.full(q.shape, torch.nan, dtype=q.dtype)
-    room = tuple(part.fill_(torch.nan) for part in attention_room(shape, work, CPU))
+    room = tuple(part.fill_(torch.nan) for part in attention_room(shape, len(items), CPU))
     attention(shape, PLATFORM, q, cache.bytes, LAYER, work, (room[0], room[1]), out)
     return out
 
 
-def decode_items(lengths: Sequence[int]) -> np.ndarray:
-    return np.array([(n, n, 1, length - 1) for n, length in enumerate(lengths)], dtype=np.int32)
+def decodes(cache: Cache, lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    return decode_items(np.array([(cache.first[n], n, length - 1) for n, length in enumerate(lengths)]))
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
@@ -104,7 +104,7 @@ def test_decode(lengths: list[int], heads: int, kv_heads: int, dim: int, dtype: 
     shape = AttentionShape(LAYERS, heads, kv_heads, dim)
     cache = Cache(shape, lengths, dtype)
     q = randn(len(lengths), heads, dim, seed=2, dtype=dtype)
-    actual = attend(shape, q, cache, decode_items(lengths), 1, max(lengths))
+    actual = attend(shape, q, cache, *decodes(cache, lengths))
     assert_close(actual, reference(q, cache, [(n, length - 1) for n, length in enumerate(lengths)]))
 
 
@@ -117,8 +117,8 @@ def test_prefill(chunks: list[tuple[int, int]], heads: int, kv_heads: int, dim: 
     cache = Cache(shape, [position + rows for position, rows in chunks], dtype)
     starts = np.cumsum([0, *(rows for _, rows in chunks)]).tolist()
     q = randn(starts[-1], heads, dim, seed=3, dtype=dtype)
-    items = prefill_items(shape, [(n, starts[n], rows, position) for n, (position, rows) in enumerate(chunks)])
-    actual = attend(shape, q, cache, items, shape.prefill_rows, 100)
+    places = [(int(cache.first[n]), starts[n], rows, position) for n, (position, rows) in enumerate(chunks)]
+    actual = attend(shape, q, cache, prefill_items(shape, places))
     rows = [(n, position + row) for n, (position, count) in enumerate(chunks) for row in range(count)]
     assert_close(actual, reference(q, cache, rows))
 
@@ -128,20 +128,35 @@ def test_a_row_alone_and_in_a_batch_is_the_same_to_the_bit() -> None:
     lengths = [300, 40, 257]
     cache = Cache(shape, lengths)
     q = randn(3, 4, 16, seed=4)
-    together = attend(shape, q, cache, decode_items(lengths), 1, 1000)
+    together = attend(shape, q, cache, *decodes(cache, lengths))
     for request in range(3):
-        item = np.array([(request, request, 1, lengths[request] - 1)], dtype=np.int32)
-        alone = attend(shape, q, cache, item, 1, lengths[request])
-        assert torch.equal(alone[request], together[request])
+        alone = decode_items(np.array([(cache.first[request], request, lengths[request] - 1)]))
+        assert torch.equal(attend(shape, q, cache, *alone)[request], together[request])
 
 
-def test_an_item_without_rows_writes_nothing() -> None:
+def test_more_pieces_of_keys_than_are_summed_side_by_side() -> None:
+    shape = AttentionShape(LAYERS, 1, 1, 8)
+    length = 17 * KEYS_PER_SPLIT + 3
+    cache = Cache(shape, [length])
+    q = randn(1, 1, 8, seed=4)
+    items, rows = decodes(cache, [length])
+    assert rows.tolist() == [[0, 0, 18]]
+    assert_close(attend(shape, q, cache, items, rows), reference(q, cache, [(0, length - 1)]))
+
+
+def test_what_a_captured_step_has_room_for_but_lacks() -> None:
+    """Items without rows write nothing; a row without items attends to nothing; a row that is not listed is left."""
     shape = AttentionShape(LAYERS, 4, 2, 16)
     cache = Cache(shape, [20, 300])
-    items = np.array([(0, 0, 1, 19), (0, 0, 0, 0), (1, 2, 1, 299)], dtype=np.int32)
-    out = attend(shape, randn(3, 4, 16, seed=4), cache, items, 1, 300)
-    assert out[1].isnan().all()
-    assert not out[[0, 2]].isnan().any()
+    items, rows = decodes(cache, [20, 300])
+    room = np.zeros((5, 5), dtype=np.int32)
+    room[: len(items)] = items
+    rows = np.concatenate((rows, np.array([[2, 0, 0]], dtype=np.int32)))
+    q = randn(4, 4, 16, seed=4)
+    out = attend(shape, q, cache, room, rows)
+    assert_close(out[:2], reference(q[:2], cache, [(0, 19), (1, 299)]))
+    assert (out[2] == 0).all()
+    assert out[3].isnan().all()
 
 
 @DTYPES

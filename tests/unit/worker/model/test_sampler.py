@@ -23,6 +23,7 @@ from worker.model.choice import draw
 from worker.model.penalties import PenaltyRow, SeenTokens, apply_penalties
 from worker.model.random import uniforms
 from worker.model.sampler import LOWEST_LOGPROB, Sampler
+from worker.model.scores import Scores
 
 VOCAB = 1000
 EOS = 7
@@ -39,7 +40,7 @@ def sample_once(
     sampler.add(NewRequest(row, tuple(prompt), sampling) for row, sampling in enumerate(samplings))
     at = len(prompt) if position is None else position
     steps = [SequenceStep(row, (1,), at - 1, (0,), -1, sample=True) for row in range(len(samplings))]
-    return sampler.sample(logits.clone(), steps)
+    return sampler.sample(Scores.of(logits.clone()), steps)[0]
 
 
 def tokens_of(sampled: Sequence[SampledTokens]) -> list[int]:
@@ -227,7 +228,7 @@ def test_penalties_count_the_answer(sampling: Sampling, expected: list[int]) -> 
     sampler.add([NewRequest(1, (0, 0), sampling)])
     chosen = []
     for step in range(5):
-        sampled = sampler.sample(logits.clone(), [SequenceStep(1, (0,), 1 + step, (0,), -1, sample=True)])
+        sampled, _ = sampler.sample(Scores.of(logits.clone()), [SequenceStep(1, (0,), 1 + step, (0,), -1, sample=True)])
         chosen += tokens_of(sampled)
     assert chosen == expected
 
@@ -249,7 +250,7 @@ def test_a_request_that_comes_again_with_its_answer_so_far_goes_on_as_if_it_had_
 
     def run(sampler: Sampler, first: int) -> list[int]:
         steps = [SequenceStep(1, (0,), 1 + step, (0,), -1, sample=True) for step in range(first, 7)]
-        return [token for step in steps for token in tokens_of(sampler.sample(logits.clone(), [step]))]
+        return [token for step in steps for token in tokens_of(sampler.sample(Scores.of(logits.clone()), [step])[0])]
 
     sampler = Sampler({3})
     sampler.add([NewRequest(1, (0, 0), sampling)])
@@ -265,7 +266,11 @@ def test_many_distinct_tokens_outgrow_no_buffer() -> None:
     chosen = set()
     logits = torch.arange(300.0)[None] * 1e-3
     for step in range(300):
-        chosen.update(tokens_of(sampler.sample(logits.clone(), [SequenceStep(1, (0,), step, (0,), -1, sample=True)])))
+        chosen.update(
+            tokens_of(
+                sampler.sample(Scores.of(logits.clone()), [SequenceStep(1, (0,), step, (0,), -1, sample=True)])[0]
+            )
+        )
     assert len(chosen) == 300
 
 
