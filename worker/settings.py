@@ -36,8 +36,8 @@ class WorkerSettings(AdminSettings):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="dtype of weights and KV cache (auto: float32 on CPUs, which compute in it and keep "
-        "bfloat16 weights as they are)",
+        description="dtype of weights and KV cache (auto: bfloat16 on GPUs, as the base is stored on CPUs, "
+        "which compute in float32 anyway)",
     )
     base_quantization: Literal["none", "int8"] = Field(
         "none", description="int8 keeps the base's matrices in 8 bits an element (CPUs only); answers differ a little"

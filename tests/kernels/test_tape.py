@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from tests.kernels.arena import batch_of, make_arena, randn
+from tests.kernels.test_backends import adapters_in
 from worker.kernels.cpu.backend import CpuBackend, CpuKernels, CpuStep
 from worker.kernels.cpu.pool import shared_pool
 from worker.kernels.cpu.tape import MOST_TAPES, Tape
-from worker.kernels.layout import AttentionShape
+from worker.kernels.layout import AttentionShape, Site
 from worker.kernels.linear import Linear
 
 SHAPE = AttentionShape(2, 4, 2, 16)
@@ -19,6 +20,9 @@ BACKEND = CpuBackend(shared_pool(2))
 EMBEDDING = BACKEND.pack(Linear.plain(randn(50, 64, seed=30), None))
 LINEARS = [BACKEND.pack(Linear.plain(randn(width, 64, seed=width) / 8, None)) for width in (64, 128, 64)]
 NORM = randn(64, seed=4)
+WIDE_EMBEDDING = BACKEND.pack(Linear.plain(randn(50, 80, seed=31), None))
+WIDE_LINEAR = BACKEND.pack(Linear.plain(randn(256, 80, seed=32) / 8, None))
+LINEARS_80 = BACKEND.pack(Linear.plain(randn(128, 80, seed=33) / 8, None))
 
 
 @pytest.fixture
@@ -49,6 +53,54 @@ def test_a_step_that_is_played_gives_what_it_gave_when_it_was_recorded(kernels: 
         fresh = BACKEND.bind(kernels.arena, COS, SIN)
         recorded.append(run(fresh, *steps[count - 1]))
     assert all(torch.equal(*pair) for pair in zip(played, recorded, strict=True))
+
+
+def adapted(kernels: CpuKernels, tokens: Tensor, lengths: list[tuple[int, int]], slots: list[int]) -> Tensor:
+    """A step over requests with adapters, replayed if one like it was remembered."""
+    step = kernels.step(batch_of(lengths, adapters_in(kernels.arena, [0, 1, 2], (4, 0, 9), None), slots))
+    known = step.replay(tokens)
+    if known is None:
+        x = step.embed(WIDE_EMBEDDING, tokens)
+        wide = step.linear(WIDE_LINEAR, x)
+        step.lora_add(wide, x, 1, Site.QKV)
+        attended = step.attention(step.linear(LINEARS_80, x), 1, None, 1e-5)
+        step.finish()
+        step.remember(wide, attended)
+        known = (wide, attended)
+    return torch.cat([result.clone() for result in known], dim=1)
+
+
+def test_a_replayed_step_has_its_own_tokens_blocks_and_adapters() -> None:
+    steps = [
+        ([3, 4, 5], [(0, 1), (20, 1), (5, 1)], [0, 1, 1]),
+        ([9, 8, 7], [(33, 1), (2, 1), (50, 1)], [2, 2, 0]),
+        ([1, 1, 2], [(0, 1), (0, 1), (0, 1)], [-1, -1, 2]),
+        ([6, 6, 6], [(15, 1), (16, 1), (17, 1)], [1, 2, 0]),
+        ([3, 4, 5], [(4, 3)], [1]),
+    ]
+    kernels = BACKEND.bind(make_arena(SHAPE, num_chunks=200), COS, SIN)
+    replayed, fresh = [], []
+    for tokens, lengths, slots in steps:
+        order = sorted(range(len(slots)), key=lambda n: slots[n])  # rows of an adapter are neighbours
+        where = [lengths[n] for n in order], [slots[n] for n in order]
+        kernels.arena.kv.fill_(0.5)
+        replayed.append(adapted(kernels, torch.tensor(tokens), *where))
+        kernels.arena.kv.fill_(0.5)
+        fresh.append(adapted(BACKEND.bind(kernels.arena, COS, SIN), torch.tensor(tokens), *where))
+    assert all(torch.equal(*pair) for pair in zip(replayed, fresh, strict=True))
+    assert kernels.tapes.find((3, True)).remembered is not None
+
+
+def test_a_step_in_parts_is_not_replayed(kernels: CpuKernels) -> None:
+    x = randn(2, 64, seed=1)
+    for _ in range(3):
+        step = kernels.step(batch_of([(0, 2)], {}, [-1]))
+        assert step.replay(torch.tensor([1, 2])) is None
+        y = step.linear(LINEARS[0], x)
+        step.finish()
+        z = step.linear(LINEARS[2], y)
+        step.finish()
+        step.remember(z)
 
 
 def test_rooms_of_dropped_results_are_used_again(kernels: CpuKernels) -> None:

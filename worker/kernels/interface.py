@@ -75,6 +75,17 @@ class StepKernels(Protocol):
         """Compute what was put off: only after this may results be read."""
         ...
 
+    def remember(self, *results: Tensor) -> None:
+        """Take note that these are a finished step's results: one like it may then be replayed."""
+        ...
+
+    def replay(self, token_ids: Tensor) -> tuple[Tensor, ...] | None:
+        """Compute the step as the last one like it and return what that remembered; None if there is none.
+
+        To be called before any operator. token_ids [T] int64, on the device.
+        """
+        ...
+
 
 class Kernels(Protocol):
     """A backend bound to a model's shape and an arena."""

@@ -31,16 +31,22 @@ class Decoder:
         Returns the next token's scores for some of the batch's rows, None for none. They last until the next step.
         """
         step, device = self._kernels.step(batch), self._weights.norm.device
-        hidden = self._hidden(step, send(batch.token_ids, device))
+        token_ids = send(batch.token_ids, device)
+        every = np.array_equal(rows, np.arange(len(batch.token_ids)))
+        if every and (known := step.replay(token_ids)) is not None:
+            return Scores(*known)
+        hidden = self._hidden(step, token_ids)
         if not len(rows):
             step.finish()
             return None
-        if not np.array_equal(rows, np.arange(len(hidden))):  # some rows only, or in another order
+        if not every:
             step.finish()
             hidden = hidden[send(rows, device)]
         logits = self._head(step, hidden)
         largest = step.largest(logits)
         step.finish()
+        if every:
+            step.remember(logits.float(), *largest)
         return Scores(logits.float(), *largest)
 
     def forward(self, step: StepKernels, token_ids: Tensor) -> Tensor:

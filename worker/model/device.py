@@ -26,16 +26,18 @@ def choose_device(asked: str) -> torch.device:
     return torch.device(asked)
 
 
-def choose_dtype(asked: str, device: torch.device) -> str:
-    """Return `float32` or `bfloat16`; `auto` is what the kernels compute in. Raises InvalidParameter.
+def choose_dtype(asked: str, device: torch.device, *, stored_bfloat16: bool) -> str:
+    """Return `float32` or `bfloat16`. Raises InvalidParameter.
 
-    Those for CPUs compute in float32, and gain nothing but memory by keys and values in bfloat16.
+    `auto` is bfloat16 on GPUs that have it. CPUs' kernels compute in float32 in any case; there it is the dtype of keys
+    and values, and `auto` is bfloat16 if the base is stored so: its answers have been rounded like that in training.
     """
     if asked in DTYPES:
         return asked
     if asked != "auto":
         raise InvalidParameter(f"dtype {asked!r} is not known; give auto, float32 or bfloat16", field="dtype")
-    return "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
+    wanted = torch.cuda.is_bf16_supported() if device.type == "cuda" else stored_bfloat16
+    return "bfloat16" if wanted else "float32"
 
 
 def send(array: NDArray[Any], device: torch.device) -> Tensor:

@@ -39,7 +39,7 @@ from worker.model.device import DTYPES, choose_device, choose_dtype, free_bytes
 from worker.model.memory import default_arena_bytes, plan_arena
 from worker.model.sampler import Sampler
 from worker.model.scores import Scores
-from worker.model.weights import load_weights
+from worker.model.weights import load_weights, stores_bfloat16
 
 log = structlog.get_logger(__name__)
 
@@ -119,7 +119,7 @@ class ModelRunner:
         eos_token_ids = read_eos_token_ids(base_dir)
         torch_device = choose_device(device)
         check_base_quantization(base_quantization, torch_device)
-        dtype_name = choose_dtype(dtype, torch_device)
+        dtype_name = choose_dtype(dtype, torch_device, stored_bfloat16=stores_bfloat16(base_dir))
         torch_dtype = DTYPES[dtype_name]
         base = BaseShape(base_digest, config.num_layers, config.module_shapes())
         shape = AttentionShape(config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim)

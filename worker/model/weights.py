@@ -23,6 +23,7 @@ from worker.kernels.linear import Linear
 from worker.model.config import ModelConfig
 
 _UNREAD: Final = re.compile(r"\.rotary_emb\.inv_freq$")  # computed from the config; old checkpoints store it as well
+_EMBEDDING: Final = "model.embed_tokens.weight"
 _FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
 
 
@@ -66,7 +67,7 @@ def load_weights(
     with ExitStack() as stack:
         reader = _Reader(folder, stack, device, dtype, pack)
         outer = (config.vocab_size, config.hidden_size)
-        embedding = pack(Linear.plain(reader.matrix("model.embed_tokens.weight", outer), None))
+        embedding = pack(Linear.plain(reader.matrix(_EMBEDDING, outer), None))
         layers = tuple(_load_layer(reader, config, index) for index in range(config.num_layers))
         norm = reader.take("model.norm.weight", (config.hidden_size,))
         if config.tied_embeddings:
@@ -76,6 +77,18 @@ def load_weights(
             lm_head = pack(Linear.plain(reader.matrix("lm_head.weight", outer), None))
         reader.refuse_leftovers()
     return ModelWeights(embedding, layers, norm, lm_head)
+
+
+def stores_bfloat16(folder: Path) -> bool:
+    """Whether a base's embedding, and so most likely all of it, is stored in bfloat16. Raises CorruptArtifact."""
+    for file in weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as handle:
+                if _EMBEDDING in handle.keys():  # noqa: SIM118 - not a mapping
+                    return bool(handle.get_slice(_EMBEDDING).get_dtype() == "BF16")
+        except (SafetensorError, OSError) as error:
+            raise CorruptArtifact(f"{file} is not a readable safetensors file: {error}", file=file.name) from error
+    return False  # loading will tell that it is missing
 
 
 def _load_layer(reader: _Reader, config: ModelConfig, index: int) -> LayerWeights:

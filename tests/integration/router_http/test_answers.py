@@ -52,6 +52,7 @@ async def test_headers_and_body_tell_who_served(client: openai.AsyncOpenAI) -> N
     served = json.loads(raw.text)["loraplex"]
     assert served == {
         "base_digest": BASE,
+        "base_quantization": "none",
         "version_digest": digest("version sql"),
         "artifact_digest": digest("artifact sql"),
         "tier_hit": "device",

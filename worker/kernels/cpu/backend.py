@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -27,6 +27,15 @@ from worker.kernels.draws import Draws
 from worker.kernels.layout import Arena, Batch, Rows, Site
 from worker.kernels.linear import Linear
 from worker.kernels.tiles import PlacedAdapter
+
+_MOVING: Final = {
+    Op.EMBED: [6],
+    Op.ROTATE_AND_STORE: [9, 19],
+    Op.ATTEND: [1, 9, 13, 14, 15, 16, 17],
+    Op.LORA_ADD: [1, 7, 8, 9, 10, 13, 14],
+}
+"""Columns of rows (`program`) that differ between steps of one kind: what points to their tokens, blocks and adapters,
+and how many there are."""
 
 
 class CpuBackend:
@@ -52,7 +61,7 @@ class CpuKernels:
         self.arena, self.pool = arena, pool
         self.cos, self.sin = cos.contiguous(), sin.contiguous()
         self.tapes = Tapes()
-        self._values, self._places = torch.empty(0), torch.empty(0, dtype=torch.int64)
+        self._largest: dict[int, tuple[Tensor, Tensor]] = {}
         self._candidates = np.empty((3, 0), dtype=np.int32)
 
     def step(self, batch: Batch) -> CpuStep:
@@ -60,10 +69,10 @@ class CpuKernels:
         return CpuStep(self, batch)
 
     def room_for_largest(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Return room for so many numbers and their places, at the same addresses until more is asked for."""
-        if len(self._values) < rows:
-            self._values, self._places = torch.empty(2 * rows), torch.empty(2 * rows, dtype=torch.int64)
-        return self._values[:rows], self._places[:rows]
+        """Return room for so many numbers and their places, the same for the same number."""
+        if rows not in self._largest:
+            self._largest[rows] = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+        return self._largest[rows]
 
     def draw(self, logits: Tensor, draws: Draws) -> list[int]:
         """See Drawing."""
@@ -213,6 +222,28 @@ class CpuStep:
         """See StepKernels."""
         self._kernels.pool.run(self._recorder.rest())
         self._recorder.executed()
+
+    def remember(self, *results: Tensor) -> None:
+        """See StepKernels."""
+        self._recorder.remember(*results)
+
+    def replay(self, token_ids: Tensor) -> tuple[Tensor, ...] | None:
+        """See StepKernels."""
+        tape = self._recorder.whole
+        if tape is None:
+            return None
+        positions = self._attention[1]
+        moved = {
+            Op.EMBED: (token_ids.data_ptr(),),
+            Op.ROTATE_AND_STORE: (positions, self._slots),
+            Op.ATTEND: (self._seen[-1] * self._heads[1], positions, *self._seen),
+        }
+        if self._num_lora_items:
+            moved[Op.LORA_ADD] = (self._num_lora_items, *self._lora[1:5], *self._lora_items)
+        for operation, values in moved.items():
+            tape.rewrite(operation, _MOVING[operation], values)
+        self._kernels.pool.run(tape.program)
+        return tape.remembered
 
     def _write(self, known: bool, back: int, *row: int) -> None:
         """Write a row that differs from step to step: the operator's `back`-th from its end, if that is on the tape."""

@@ -74,6 +74,17 @@ class Tape:
     program: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, ROW), dtype=np.int64))
     end: _Place = (0, 0)
     """Behind the last room."""
+    remembered: tuple[Tensor, ...] | None = None
+    """Results of the whole step, where it was executed in one."""
+    rows_of: dict[int, NDArray[np.int64]] = field(default_factory=dict)
+    """Which rows of the program are an operation's, for those that were asked for."""
+
+    def rewrite(self, operation: int, columns: list[int], values: tuple[int, ...]) -> None:
+        """Write the same values into some columns of all rows of an operation."""
+        rows = self.rows_of.get(operation)
+        if rows is None:
+            rows = self.rows_of[operation] = np.flatnonzero(self.program[:, 0] == operation)
+        self.program[rows[:, None], columns] = values
 
 
 class Tapes:
@@ -109,7 +120,7 @@ class Recorder:
         self._tape = tapes.find(kind)
         self._fresh = not self._tape.operators
         self._playing = not self._fresh
-        self._next = self._row = self._executed = 0
+        self._next = self._row = self._executed = self._parts = 0
         self._rows: list[tuple[int, ...]] = []
         """Of operators that were not on the tape."""
         self._free: dict[int, list[_Place]] = {}
@@ -165,8 +176,19 @@ class Recorder:
         self._executed = self._row
         return np.concatenate([played, rows]) if len(played) else rows
 
+    @property
+    def whole(self) -> Tape | None:
+        """The tape, if it is one of a step that remembered its results and nothing was done yet."""
+        return self._tape if self._tape.remembered is not None and not self._next and self._playing else None
+
+    def remember(self, *results: Tensor) -> None:
+        """Note the results of a step that was recorded and executed in one."""
+        if self._fresh and self._parts == 1:
+            self._tape.remembered = results
+
     def executed(self) -> None:
         """Let go of what executed rows pointed to."""
+        self._parts += 1
         self._alive.clear()
         if self._fresh:
             self._tape.end = self._end

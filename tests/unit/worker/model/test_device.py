@@ -9,13 +9,14 @@ from worker.model.device import choose_device, choose_dtype, free_bytes
 CPU = torch.device("cpu")
 
 
-def test_auto_on_a_cpu_is_what_its_kernels_compute_in() -> None:
-    assert choose_dtype("auto", CPU) == "float32"
+def test_auto_on_a_cpu_is_as_the_base_is_stored() -> None:
+    assert choose_dtype("auto", CPU, stored_bfloat16=True) == "bfloat16"
+    assert choose_dtype("auto", CPU, stored_bfloat16=False) == "float32"
 
 
 def test_what_is_asked_for_is_taken() -> None:
-    assert choose_dtype("float32", CPU) == "float32"
-    assert choose_dtype("bfloat16", CPU) == "bfloat16"
+    assert choose_dtype("float32", CPU, stored_bfloat16=True) == "float32"
+    assert choose_dtype("bfloat16", CPU, stored_bfloat16=False) == "bfloat16"
     assert choose_device("cpu") == CPU
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from loraplex.errors import CorruptArtifact, InvalidBaseModel
 from tests.unit.worker.model.tiny import make_model, save_model
 from worker.model.config import read_config
-from worker.model.weights import ModelWeights, load_weights
+from worker.model.weights import ModelWeights, load_weights, stores_bfloat16
 
 Change = Callable[[dict[str, Tensor]], object]
 
@@ -90,3 +90,13 @@ def test_untied_in_the_config_needs_a_head(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
     with pytest.raises(InvalidBaseModel, match=r"lm_head\.weight is missing"):
         load(folder)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_bases_dtype_is_read_from_its_embedding(dtype: str, tmp_path: Path) -> None:
+    tensors = {"model.embed_tokens.weight": torch.zeros(4, 8, dtype=getattr(torch, dtype))}
+    save_file({"a": torch.zeros(1)}, tmp_path / "model-00001-of-00002.safetensors")
+    save_file(tensors, tmp_path / "model-00002-of-00002.safetensors")
+    files = {"a": "model-00001-of-00002.safetensors", "model.embed_tokens.weight": "model-00002-of-00002.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    assert stores_bfloat16(tmp_path) == (dtype == "bfloat16")
