@@ -11,9 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bench.gpu_model import BLOCK_TOKENS, EPS, Shapes
+from bench.gpu_model import EPS, Shapes
 from bench.lora_rig import Adapter, Rig, relative_error
 from worker.kernels import reference
+from worker.kernels.layout import BLOCK_TOKENS
 from worker.kernels.triton.attention import (
     AttentionWork,
     attention,

@@ -17,7 +17,7 @@ from torch import Tensor
 from bench.lora_parts import random_part
 from worker.adapters.device import BaseShape, DeviceAdapters
 from worker.engine.plan import BASE_SLOT, NewRequest, SequenceStep, StepPlan
-from worker.kernels.layout import Arena, Batch
+from worker.kernels.layout import BLOCK_TOKENS, Arena, Batch
 from worker.kernels.layout import AttentionShape as ArenaShape
 from worker.kernels.linear import Linear
 from worker.kernels.placing import SiteShape
@@ -38,7 +38,6 @@ from worker.model.runner import ModelRunner
 from worker.model.sampler import Sampler
 from worker.model.weights import LayerWeights, ModelWeights
 
-BLOCK_TOKENS = 16
 EPS = 1e-5
 
 

@@ -100,7 +100,7 @@ def load_adapters(runner: ModelRunner, folder: Path, scratch: Path) -> None:
 
 
 def measure(runner: ModelRunner, pool: ProfilingPool, batch: int, adapters: int) -> dict[str, object]:
-    """Return the median step and, what each kind of operation takes by itself."""
+    """Return the median step and what each kind of operation takes by itself."""
     runner.execute(plan_of(batch, adapters, new=True))
     step = plan_of(batch, adapters, new=False)
     times = []

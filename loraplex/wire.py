@@ -228,7 +228,9 @@ def evaluation_request(version: AdapterVersion, quantization: str) -> fleet_pb2.
             field="quantization",
         )
     if not version.exact_artifact_digest:
-        raise LoraplexError("the registry does not tell the exact artifact's digest; it is older than this program")
+        raise LoraplexError(
+            "the registry does not tell the exact artifact's digest; it is older than this program: update it"
+        )
     return fleet_pb2.EvaluateAdapterRequest(
         base_digest=version.base_digest,
         version_digest=version.version_digest,

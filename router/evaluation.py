@@ -96,7 +96,7 @@ class Evaluations:
             raise self._cut
         remaining_s = deadline_s - self._clock()
         if remaining_s <= 0:
-            raise DeadlineExceeded("the deadline passed before a worker could evaluate")
+            raise DeadlineExceeded("the deadline passed before a worker could evaluate; give it more time")
         flight = self._fleet.begin(address, 0, request.artifact_digest)
         call: Any = self._fleet.stub(address).EvaluateAdapter(
             request, timeout=remaining_s, metadata=self._fleet.credentials

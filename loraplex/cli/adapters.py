@@ -165,7 +165,7 @@ def evaluate(
     quantization: Annotated[
         Quantization | None,
         typer.Option(
-            "--format",
+            "--quantization",
             help="What to measure: the format that it is packed in, which is the default, or none, which compares the "
             "exact artifact with itself.",
             show_default=False,

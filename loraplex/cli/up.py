@@ -44,7 +44,7 @@ def up(
     base_id: Annotated[
         str | None, typer.Option("--base-id", metavar="ID", help="Its name. Default: hub id or folder name.")
     ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="What the workers compute in.")] = Dtype.AUTO,
+    dtype: Annotated[Dtype, typer.Option(help="What the workers keep weights and KV cache in.")] = Dtype.AUTO,
     workers: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="How many workers.")] = 1,
     state: Annotated[
         Path | None,

@@ -17,7 +17,7 @@ def evaluate(cluster: LocalCluster, *options: str) -> Any:
 
 @pytest.mark.timeout(600)
 def test_each_format_is_measured_kept_and_shown_and_nothing_is_held_afterwards(cluster: LocalCluster) -> None:
-    found = {"none": evaluate(cluster, "--format", "none")}
+    found = {"none": evaluate(cluster, "--quantization", "none")}
     exact = found["none"]
     assert (exact["format"], exact["top1_agreement"], exact["mean_kl"], exact["max_kl"]) == ("none", 1.0, 0.0, 0.0)
     assert exact["num_positions"] > exact["num_prompts"] > 80

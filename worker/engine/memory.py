@@ -24,7 +24,7 @@ from worker.mailbox import AdapterFile
 
 
 class Claimant(Protocol):
-    """Who an adapter is loaded for."""
+    """Who an adapter is loaded for: a request or a comparison."""
 
     @property
     def request_id(self) -> int:
@@ -158,9 +158,9 @@ class Memory:
     # Adapters.
 
     def place(
-        self, file: AdapterFile, request: Claimant, claimed: Collection[str], *, reserve: int, now: float
+        self, file: AdapterFile, claimant: Claimant, claimed: Collection[str], *, reserve: int, now: float
     ) -> Placement | None:
-        """Take a slot and chunks for a request's adapter, which has none; evict what is idle where that is needed.
+        """Take a slot and chunks for a claimant's adapter, which has none; evict what is idle where that is needed.
 
         Adapters whose digest is in `claimed` stay, and `reserve` chunks can still be had afterwards. Returns None, and
         changes nothing, when that cannot be.
@@ -173,7 +173,7 @@ class Memory:
             self._evict(victim, self._idle_adapters.priority(victim.index))
         self._reclaim(chunks, claimed, 0)
         slot = self._residency.take(
-            file, self._arena.take(chunks, Use.ADAPTER), request.request_id, request.tenant, now
+            file, self._arena.take(chunks, Use.ADAPTER), claimant.request_id, claimant.tenant, now
         )
         return Placement(slot.index, file, slot.chunk_ids)
 

@@ -65,20 +65,21 @@ _UNREADABLE_FILE: Final = frozenset({"CORRUPT_ARTIFACT", "ARTIFACT_UNREACHABLE"}
 
 
 @dataclass(slots=True)
-class _Run:
+class EvaluationRun:
     """One evaluation. `task` owns all it holds; the RPC reads the rest."""
 
     request: EvaluationRequest
     total: int = 0
     tally: Tally = field(default_factory=Tally)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    cut: LoraplexError | None = None
+    error: LoraplexError | None = None
+    """What whoever still listens is told, where somebody else than its task ended it."""
     task: asyncio.Task[None] | None = None
 
     def end(self, error: LoraplexError | None = None) -> None:
         """End it, with an error for whoever still listens."""
         if self.task is not None and not self.task.done():
-            self.cut = self.cut or error
+            self.error = self.error or error
             self.task.cancel()
 
 
@@ -90,11 +91,11 @@ class Evaluator:
         self._admission = admission
         self._store = store
         self._versions = versions
-        self._run: _Run | None = None
+        self._run: EvaluationRun | None = None
 
     def begin(
         self, request: EvaluationRequest, base_digest: str, text: TextModel, ready: Ready, remaining_s: float | None
-    ) -> _Run:
+    ) -> EvaluationRun:
         """Start an evaluation, which the caller ends (`end`) whatever happens. Raises QueueFull."""
         if self._run is not None:
             raise QueueFull(
@@ -103,7 +104,7 @@ class Evaluator:
             )
         width = min(_NUM_AT_ONCE, ready.max_running_requests)
         ticket = self._admission.admit(width, request.artifact_digest, time.monotonic(), typical=False)
-        run = self._run = _Run(request)
+        run = self._run = EvaluationRun(request)
         left_s = _DEFAULT_TIMEOUT_S if remaining_s is None else remaining_s
         work = self._work(run, text, ready, left_s - min(_ANSWER_RESERVE_S, _ANSWER_RESERVE * left_s))
         run.task = asyncio.create_task(work, name=f"evaluation of {request.artifact_digest[:12]}")
@@ -123,7 +124,9 @@ class Evaluator:
         if self._run is not None:
             self._run.end(error)
 
-    async def events(self, run: _Run, base_digest: str, ready: Ready) -> AsyncIterator[EvaluateAdapterResponse]:
+    async def events(
+        self, run: EvaluationRun, base_digest: str, ready: Ready
+    ) -> AsyncIterator[EvaluateAdapterResponse]:
         """Yield progress and then the figures. Raises the error that ended the evaluation."""
         task = run.task
         if task is None:
@@ -141,7 +144,7 @@ class Evaluator:
                 waker.cancel()
             run.changed.clear()
         if task.cancelled():
-            raise run.cut or asyncio.CancelledError
+            raise run.error or asyncio.CancelledError
         task.result()
         tally, request = run.tally, run.request
         log.info("evaluation.done", artifact=request.artifact_digest[:12], top1=tally.top1_agreement, kl=tally.mean_kl)
@@ -161,7 +164,7 @@ class Evaluator:
         )
         yield EvaluateAdapterResponse(evaluation=evaluation)
 
-    async def _work(self, run: _Run, text: TextModel, ready: Ready, timeout_s: float) -> None:
+    async def _work(self, run: EvaluationRun, text: TextModel, ready: Ready, timeout_s: float) -> None:
         try:
             async with asyncio.timeout(timeout_s):
                 await self._measure(run, text, ready)
@@ -176,7 +179,7 @@ class Evaluator:
             log.info("evaluation.failed", reason=error.reason, why=error.message)
             raise
 
-    async def _measure(self, run: _Run, text: TextModel, ready: Ready) -> None:
+    async def _measure(self, run: EvaluationRun, text: TextModel, ready: Ready) -> None:
         request = run.request
         async with AsyncExitStack() as held:
             files: list[AdapterFile] = []
@@ -202,7 +205,7 @@ class Evaluator:
                 raise
 
     async def _compare_all(
-        self, prompts: Iterator[tuple[int, ...]], run: _Run, exact: AdapterFile, measured: AdapterFile
+        self, prompts: Iterator[tuple[int, ...]], run: EvaluationRun, exact: AdapterFile, measured: AdapterFile
     ) -> None:
         """Take one prompt after the other that nobody has taken."""
         for prompt in prompts:

@@ -1,4 +1,4 @@
-"""The kernels in batched torch operators: for devices that have no backend of their own, GPUs among them for now."""
+"""The kernels in batched torch operators: for GPUs, and models, that the Triton kernels do not compute."""
 
 from __future__ import annotations
 

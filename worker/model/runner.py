@@ -81,7 +81,6 @@ class ModelRunner:
         self.block_tokens, self.total_blocks, self.chunk_bytes = BLOCK_TOKENS, arena.num_chunks, arena.chunk_bytes
         self.adapter_chunk_bytes = adapters.usable_chunk_bytes
         self.eos_token_ids = eos_token_ids
-        self._torch_device = device
         self._decoder, self._adapters = decoder, adapters
         self._sampler = sampler
         self._max_running_requests = max_running_requests

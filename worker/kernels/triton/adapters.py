@@ -75,7 +75,8 @@ class TablePlacement:
         for module in modules:
             if sum(part.rank for part in module.parts) > MAX_RANK:
                 raise UnsupportedAdapter(
-                    f"{module.name} has a rank above {MAX_RANK}, the largest that workers on GPUs compute",
+                    f"{module.name} has a rank above {MAX_RANK}, the largest that workers on GPUs compute; register it "
+                    "with a lower rank, or serve it with workers on CPUs",
                     field="rank",
                     limit=MAX_RANK,
                 )

@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from worker.kernels.layout import BLOCK_TOKENS
 from worker.kernels.triton.attend import attend_kernel, combine_kernel
 from worker.kernels.triton.platform import COMPILE, Platform, power_of_2
 from worker.kernels.triton.rope import rope_kernel
 
-BLOCK_TOKENS: Final = 16
 KEYS_PER_SPLIT: Final = 256
 """Keys one decode program reads; fixed, so that a row's result depends on no other row."""
 _KEYS_PER_BLOCK: Final = 64

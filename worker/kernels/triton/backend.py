@@ -6,12 +6,13 @@ that the device has yet to write.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from worker.kernels.interface import Forward
 from worker.kernels.layout import Arena, Batch
 from worker.kernels.linear import Linear
 from worker.kernels.placing import SiteShape
@@ -79,11 +80,11 @@ class TritonKernels:
         self._model.side.join()  # of a step that did not come to its end
         return TritonStep(self._model, inputs, self._room(inputs))
 
-    def decode_graphs(self, forward: Callable[[TritonStep, Tensor], Tensor], *, max_rows: int) -> DecodeGraphs:
+    def decode_graphs(self, forward: Forward, *, max_rows: int) -> DecodeGraphs:
         """See DeviceKernels."""
         return DecodeGraphs(self._model, forward, max_rows=max_rows, max_positions=self._max_positions)
 
-    def warm_up(self, forward: Callable[[TritonStep, Tensor], Tensor]) -> None:
+    def warm_up(self, forward: Forward) -> None:
         """See DeviceKernels. A step of two rows that attend to nothing and have adapters without tiles."""
         device, rows = self._arena.memory.device, 2
         lora = self._model.lora

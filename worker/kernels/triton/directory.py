@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.kernels.placing import SiteShape
-from worker.kernels.triton.placement import Placement, place
+from worker.kernels.triton.placement import TilePlaces, place
 from worker.kernels.triton.tiles import ALIGNMENT, TILE_ROWS, Bytes, RankTile, num_column_tiles
 
 ModuleTiles = Mapping[tuple[int, int], Sequence[tuple[RankTile, ...]]]
@@ -177,7 +177,7 @@ def _summary(by_layer: Sequence[tuple[RankTile, ...]]) -> tuple[int, int, int, i
     return (max(map(len, by_layer)), max(full), min(full), sum(1 << fmt for fmt in formats))
 
 
-def _fill(tiles: Sequence[Bytes], placed: Placement, chunk_bytes: int) -> NDArray[np.uint8]:
+def _fill(tiles: Sequence[Bytes], placed: TilePlaces, chunk_bytes: int) -> NDArray[np.uint8]:
     chunks = np.zeros((placed.num_chunks, chunk_bytes), dtype=np.uint8)
     for tile, chunk, offset in zip(tiles, placed.chunks.tolist(), placed.offsets.tolist(), strict=True):
         chunks[chunk, offset : offset + len(tile)] = tile

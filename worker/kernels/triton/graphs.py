@@ -17,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker.kernels.layout import Batch
+from worker.kernels.interface import Forward
+from worker.kernels.layout import BLOCK_TOKENS, Batch
 from worker.kernels.triton.attention import KEYS_PER_SPLIT, AttentionWork, attention_room
 from worker.kernels.triton.graph_shapes import GraphShape, bucket_of, choose, graph_shapes
 from worker.kernels.triton.lora import allocate_h
@@ -26,12 +27,9 @@ from worker.kernels.triton.staging import Staged
 from worker.kernels.triton.step import Model, Room, SideStream, TritonStep
 from worker.kernels.triton.work import DECODE_GROUP_ROWS, FixedWork, StepWork, plan_work, tiles_needed
 
-BLOCKS_PER_PIECE: Final = KEYS_PER_SPLIT // 16
+BLOCKS_PER_PIECE: Final = KEYS_PER_SPLIT // BLOCK_TOKENS
 MAX_ROOM_BYTES: Final = 128 * 2**20
 """Of attention's partial results; steps with more keys run without a graph."""
-
-Forward = Callable[[TritonStep, Tensor], Tensor]
-"""(operators, token ids [T] int64) to logits [T, vocab]."""
 
 log = structlog.get_logger(__name__)
 

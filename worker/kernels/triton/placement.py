@@ -15,8 +15,8 @@ from worker.kernels.triton.tiles import ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """Each tile's place; chunks are counted from 0 in the order granted."""
+class TilePlaces:
+    """Where each tile lies; chunks are counted from 0 in the order granted."""
 
     chunks: NDArray[np.int64]
     offsets: NDArray[np.int64]
@@ -24,7 +24,7 @@ class Placement:
     num_chunks: int
 
 
-def place(sizes: Sequence[int], chunk_bytes: int) -> Placement:
+def place(sizes: Sequence[int], chunk_bytes: int) -> TilePlaces:
     """Place tiles of `sizes` bytes. Raises ValueError when one is larger than a chunk."""
     whole = np.asarray(sizes, dtype=np.int64)
     aligned = -(-whole // ALIGNMENT) * ALIGNMENT
@@ -46,4 +46,4 @@ def place(sizes: Sequence[int], chunk_bytes: int) -> Placement:
             used[chunk] += size * here
             left = left[here:]
             chunk += 1
-    return Placement(chunks, offsets, len(used))
+    return TilePlaces(chunks, offsets, len(used))

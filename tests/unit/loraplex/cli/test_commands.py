@@ -226,13 +226,13 @@ def test_an_evaluation_that_fails_records_nothing(run, fake_cluster, tiny_adapte
 
 def test_a_format_that_the_adapter_is_not_packed_in_is_not_evaluated(run, fake_cluster, tiny_adapter):
     run("adapter", "add", "sql", tiny_adapter, "--quantization", "int8")
-    ran = run("adapter", "evaluate", "sql", "--format", "int4")
+    ran = run("adapter", "evaluate", "sql", "--quantization", "int4")
     assert ran.code == 1
     assert "packed as int8" in ran.err
     assert "--quantization int4" in ran.err
-    assert run("adapter", "evaluate", "sql", "--format", "none").code == 0
+    assert run("adapter", "evaluate", "sql", "--quantization", "none").code == 0
     assert fake_cluster.evaluations["sql"].evaluation.artifact_digest == "e" * 64
-    assert run("adapter", "evaluate", "sql", "--format", "int5").code == 2
+    assert run("adapter", "evaluate", "sql", "--quantization", "int5").code == 2
     assert "no adapter nobody" in run("adapter", "evaluate", "nobody").err
 
 
