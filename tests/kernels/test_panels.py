@@ -9,7 +9,7 @@ from numba import types
 
 from tests.kernels.arena import randn
 from worker.kernels.cpu.linear import pack_linear, product_for
-from worker.kernels.cpu.panels import FORMS, LANES, PANELS, forms_for
+from worker.kernels.cpu.panels import FORMS, PANEL_OUTPUTS, PANELS, forms_for
 from worker.kernels.linear import Linear
 
 WIDE = forms_for(32, 16)
@@ -39,7 +39,7 @@ def test_rows_come_out_alike_to_the_bit_in_every_form(forms: tuple[int, ...]) ->
 def test_a_table_fits_the_registers() -> None:
     for registers, lanes in ((16, 8), (32, 16)):
         for rows, width in enumerate(forms_for(registers, lanes), start=1):
-            vectors = -(-LANES // lanes)
+            vectors = -(-PANEL_OUTPUTS // lanes)
             assert (rows * width + 1) * vectors + 1 <= registers  # one panel's weights at a time
             assert PANELS % width == 0
     assert FORMS in (forms_for(16, 8), WIDE)

@@ -7,7 +7,6 @@ results (`tape`).
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -15,18 +14,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker.kernels.cpu.attention import ROWS_AT_ONCE
 from worker.kernels.cpu.elementwise import rows_at_once
 from worker.kernels.cpu.linear import pack_linear, packed_kind, panels_per_task
-from worker.kernels.cpu.lora import LORA_ROWS_AT_ONCE
-from worker.kernels.cpu.panels import LANES
+from worker.kernels.cpu.panels import PANEL_OUTPUTS
+from worker.kernels.cpu.plan import adapter_items, attention_items, block_tables
 from worker.kernels.cpu.pool import Pool
 from worker.kernels.cpu.program import ROW, Op
 from worker.kernels.cpu.tape import Recorder, Tapes
 from worker.kernels.draws import Draws
-from worker.kernels.layout import Arena, Batch, Rows, Site
+from worker.kernels.layout import Arena, Batch, Site
 from worker.kernels.linear import Linear
-from worker.kernels.tiles import PlacedAdapter
 
 _MOVING: Final = {
     Op.EMBED: [6],
@@ -62,7 +59,7 @@ class CpuKernels:
         self.cos, self.sin = cos.contiguous(), sin.contiguous()
         self.tapes = Tapes()
         self._largest: dict[int, tuple[Tensor, Tensor]] = {}
-        self._candidates = np.empty((3, 0), dtype=np.int32)
+        self._candidates = np.empty((3, 0), dtype=np.int32)  # room for `drawing`: 4 bytes each, two of them floats
 
     def step(self, batch: Batch) -> CpuStep:
         """See Kernels."""
@@ -104,9 +101,9 @@ class CpuStep:
         cache = (kv.data_ptr(), kv.numel(), int(kv.dtype == torch.bfloat16))
         self._attention = (shape.block_elements, self._keep(batch.positions), *cache)
         self._slots = self._keep(batch.slots)
-        tables, items = _tables(batch.requests), _items(batch.requests)
+        tables, items = block_tables(batch.requests), attention_items(batch.requests)
         self._seen = (self._keep(tables), *tables.shape, self._keep(items), len(items))
-        lora_items, adapters = _adapter_items(batch.requests)
+        lora_items, adapters = adapter_items(batch.requests)
         if adapters:
             before = np.cumsum([0, *[len(adapter.records) for adapter in adapters[:-1]]])
             records = np.concatenate([adapter.records for adapter in adapters])
@@ -139,7 +136,7 @@ class CpuStep:
         known, y = self._recorder.result((Op.LINEAR,), (x.shape[0], outputs), x, *parts)
         if not known:
             per_task = panels_per_task(outputs)
-            tasks = -(-outputs // (per_task * LANES))
+            tasks = -(-outputs // (per_task * PANEL_OUTPUTS))
             weight, bias, *scales = [part.data_ptr() for part in parts]
             sides = (packed_kind(linear), x.data_ptr(), len(x), inner)
             rest = (weight, outputs, scales[0] if scales else 0, bias, y.data_ptr(), per_task)
@@ -278,45 +275,3 @@ def _row_tasks(rows: int, columns: int) -> int:
 def _bits(value: float) -> int:
     """Return a number's bits, as a program carries it."""
     return int(struct.unpack("q", struct.pack("d", value))[0])
-
-
-def _tables(requests: Sequence[Rows]) -> NDArray[np.int64]:
-    tables = np.zeros((len(requests), max(len(request.block_ids) for request in requests)), dtype=np.int64)
-    for index, request in enumerate(requests):
-        tables[index, : len(request.block_ids)] = request.block_ids
-    return tables
-
-
-def _items(requests: Sequence[Rows]) -> NDArray[np.int64]:
-    """Cut requests into pieces of rows for `attend`: (request, first row, rows)."""
-    items = [
-        (index, first, min(ROWS_AT_ONCE, request.start + request.count - first))
-        for index, request in enumerate(requests)
-        for first in range(request.start, request.start + request.count, ROWS_AT_ONCE)
-    ]
-    return np.array(items, dtype=np.int64)
-
-
-def _adapter_items(requests: Sequence[Rows]) -> tuple[NDArray[np.int64], list[PlacedAdapter]]:
-    """Cut the rows that have an adapter into pieces for `lora_add`: (adapter, first row, rows); and the adapters."""
-    adapters: list[PlacedAdapter] = []
-    ends: list[list[int]] = []  # of each adapter's rows, which are neighbours
-    for request in requests:
-        if request.adapter is None:
-            continue
-        end = request.start + request.count
-        if adapters and adapters[-1] is request.adapter:
-            ends[-1][1] = end
-        else:
-            adapters.append(request.adapter)
-            ends.append([request.start, end])
-    items = []
-    for index, (start, end) in enumerate(ends):
-        first = start
-        while first < end:
-            left = end - first
-            # Seven or eight are better shared by two threads than split into many and few.
-            count = left // 2 if left in (7, 8) else min(left, LORA_ROWS_AT_ONCE)
-            items.append((index, first, count))
-            first += count
-    return np.array(items, dtype=np.int64), adapters

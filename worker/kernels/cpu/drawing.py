@@ -19,6 +19,8 @@ PARAMETERS: Final = 5
 """Numbers of a row: temperature, top_k, top_p, min_p, uniform."""
 
 _BLOCK: Final = 64
+_SURELY: Final = 0.999
+"""Keeps roundings of the bound on the safe side."""
 
 
 @njit(**COMPILED)
@@ -40,7 +42,7 @@ def draw(logits: Any, parameters: Any, candidates: Any, scratch: Any, places: An
         least = max(least, _kth_block(logits, top_k, scratch))
     if top_p < 1 and not bounded:
         # All that is lighter weighs less than the share that top-p drops.
-        least = max(least, np.float32((1 - top_p) * total / size * 0.999))
+        least = max(least, np.float32((1 - top_p) * total / size * _SURELY))
     count = 0
     for k in range(size):
         weight = logits[k]

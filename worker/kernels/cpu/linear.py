@@ -15,23 +15,31 @@ from torch import Tensor
 
 from worker.kernels.cpu.atomics import address
 from worker.kernels.cpu.numbers import COMPILED, widen
-from worker.kernels.cpu.panels import FORMS, LANES, PANELS, panel_product
+from worker.kernels.cpu.panels import FORMS, PANEL_OUTPUTS, PANELS, panel_product
 from worker.kernels.linear import Linear
+from worker.kernels.tiles import Format
 
-FLOAT32, BFLOAT16, INT8 = range(3)
-"""How a packed weight is stored."""
+_KINDS: Final = {
+    torch.float32: int(Format.FLOAT32),
+    torch.bfloat16: int(Format.BFLOAT16),
+    torch.int8: int(Format.INT8),
+}
+_FLOAT32, _BFLOAT16, _INT8 = _KINDS.values()  # compiled code knows plain numbers only
 
-_KINDS: Final = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.int8: INT8}
+_EVEN_TASKS: Final = 32
+"""Tasks that a few threads share evenly enough; larger ones, which are handed out more cheaply, from there on."""
+_MOST_PAIRS: Final = 4
+"""Of panels in a task: what their weights take stays in the second cache while all rows pass by."""
 
 
 def pack_linear(linear: Linear) -> Linear:
-    """Return a plain layer with its weight in panels, [panels, in, LANES], filled up with zeros to whole ones.
+    """Return a plain layer with its weight in panels, [panels, in, PANEL_OUTPUTS], filled up with zeros to whole ones.
 
     Bias and scales come in float32 and as long as the panels have outputs.
     """
-    rounded = PANELS * LANES
+    rounded = PANELS * PANEL_OUTPUTS
     outputs = -(-linear.out_features // rounded) * rounded
-    weight = _padded(linear.weight, outputs).view(outputs // LANES, LANES, linear.in_features)
+    weight = _padded(linear.weight, outputs).view(outputs // PANEL_OUTPUTS, PANEL_OUTPUTS, linear.in_features)
     packed = weight.transpose(1, 2).contiguous()
     bias = torch.zeros(outputs) if linear.bias is None else _padded(linear.bias.float(), outputs)
     scales = None if linear.scales is None else _padded(linear.scales, outputs)
@@ -39,14 +47,14 @@ def pack_linear(linear: Linear) -> Linear:
 
 
 def packed_kind(linear: Linear) -> int:
-    """Return how a packed layer's weight is stored: FLOAT32, BFLOAT16 or INT8."""
+    """Return how a packed layer's weight is stored, by the code of its Format."""
     return _KINDS[linear.weight.dtype]
 
 
 def panels_per_task(outputs: int) -> int:
     """Return how many panels one task computes: enough tasks to share them evenly, and few enough to hand out."""
-    panels = -(-outputs // LANES)
-    return PANELS * max(1, min(4, panels // (32 * PANELS)))
+    panels = -(-outputs // PANEL_OUTPUTS)
+    return PANELS * max(1, min(_MOST_PAIRS, panels // (_EVEN_TASKS * PANELS)))
 
 
 def _padded(values: Tensor, length: int) -> Tensor:
@@ -72,14 +80,20 @@ def product_for(stored: Any, size: int, forms: tuple[int, ...] = FORMS) -> Any:
         task: int,
     ) -> None:
         first = task * per_task
-        panels = min(per_task, (outputs + PANELS * LANES - 1) // (PANELS * LANES) * PANELS - first)
-        w, b, s = weight + first * inner * LANES * size, bias + first * LANES * 4, scales + first * LANES * 4
+        panels = min(per_task, (outputs + PANELS * PANEL_OUTPUTS - 1) // (PANELS * PANEL_OUTPUTS) * PANELS - first)
+        w, b, s = (
+            weight + first * inner * PANEL_OUTPUTS * size,
+            bias + first * PANEL_OUTPUTS * 4,
+            scales + first * PANEL_OUTPUTS * 4,
+        )
         groups = (rows + most_rows - 1) // most_rows
         row = 0
         for group in range(groups):
             count = (rows - row) // (groups - group)
-            to = y + (row * outputs + first * LANES) * 4
-            form(count, x + row * inner * 4, inner, w, panels, inner, s, b, to, outputs, outputs - first * LANES)
+            to = y + (row * outputs + first * PANEL_OUTPUTS) * 4
+            form(
+                count, x + row * inner * 4, inner, w, panels, inner, s, b, to, outputs, outputs - first * PANEL_OUTPUTS
+            )
             row += count
 
     return product
@@ -109,9 +123,9 @@ def linear(
     Addresses of x [rows, inner] and y [rows, outputs], float32, and of a packed layer's parts, its weight stored as
     `kind`.
     """
-    if kind == BFLOAT16:
+    if kind == _BFLOAT16:
         _bfloat16(x, rows, inner, weight, outputs, scales, bias, y, per_task, task)
-    elif kind == FLOAT32:
+    elif kind == _FLOAT32:
         _float32(x, rows, inner, weight, outputs, scales, bias, y, per_task, task)
     else:
         _int8(x, rows, inner, weight, outputs, scales, bias, y, per_task, task)
@@ -121,10 +135,10 @@ def linear(
 def embed(kind: int, weight: int, inner: int, scales: int, rows: Any, out: Any, row: int) -> None:
     """Write one row of a packed layer's weight W to `out` [R, inner] float32: that of `rows` [R] int64 at `row`."""
     number = rows[row]
-    first, count = number // LANES * inner * LANES + number % LANES, inner * LANES
-    if kind == BFLOAT16:
+    first, count = number // PANEL_OUTPUTS * inner * PANEL_OUTPUTS + number % PANEL_OUTPUTS, inner * PANEL_OUTPUTS
+    if kind == _BFLOAT16:
         _strided(carray(address(weight + 2 * first), (count,), np.uint16), out[row])
-    elif kind == FLOAT32:
+    elif kind == _FLOAT32:
         _strided(carray(address(weight + 4 * first), (count,), np.float32), out[row])
     else:
         _strided(carray(address(weight + first), (count,), np.int8), out[row])
@@ -136,4 +150,4 @@ def embed(kind: int, weight: int, inner: int, scales: int, rows: Any, out: Any, 
 @njit(**COMPILED)
 def _strided(column: Any, out: Any) -> None:
     for k in range(len(out)):
-        out[k] = widen(column[k * LANES])
+        out[k] = widen(column[k * PANEL_OUTPUTS])

@@ -17,7 +17,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-LANES: Final = 16
+PANEL_OUTPUTS: Final = 16
 """Outputs of a panel."""
 
 PANELS: Final = 2
@@ -29,13 +29,13 @@ _UNROLLED: Final = 4
 _FLOAT: Final = ir.FloatType()
 _INT: Final = ir.IntType(64)
 _INDEX: Final = ir.IntType(32)
-_FLOATS: Final = ir.VectorType(_FLOAT, LANES)
-_INTS: Final = ir.VectorType(_INDEX, LANES)
-_BITS: Final = ir.VectorType(ir.IntType(1), LANES)
+_FLOATS: Final = ir.VectorType(_FLOAT, PANEL_OUTPUTS)
+_INTS: Final = ir.VectorType(_INDEX, PANEL_OUTPUTS)
+_BITS: Final = ir.VectorType(ir.IntType(1), PANEL_OUTPUTS)
 _STORED: Final = {
     types.float32: (_FLOATS, 4),
-    types.uint16: (ir.VectorType(ir.IntType(16), LANES), 2),
-    types.int8: (ir.VectorType(ir.IntType(8), LANES), 1),
+    types.uint16: (ir.VectorType(ir.IntType(16), PANEL_OUTPUTS), 2),
+    types.int8: (ir.VectorType(ir.IntType(8), PANEL_OUTPUTS), 1),
 }
 """Vector and bytes of a number, by how a weight is stored; uint16 holds the bits of bfloat16."""
 
@@ -46,7 +46,7 @@ def forms_for(vector_registers: int, register_lanes: int) -> tuple[int, ...]:
     Sums fill the registers beside two vectors of weights and one of x; and there must be enough of them that a
     multiply-add need not wait for the one before it, which is why few rows take two panels.
     """
-    vectors = vector_registers * register_lanes // LANES  # that the registers hold
+    vectors = vector_registers * register_lanes // PANEL_OUTPUTS  # that the registers hold
     if vectors >= 32:
         return (2,) * 12
     return (2, 2, 2, 1, 1, 1)
@@ -111,7 +111,7 @@ class _Form:
         x, x_stride, self._first, self._num_panels, self._inner, self._scales, self._biases, *y = arguments
         self._y, self._y_stride, self._outputs = y
         self._rows, self._panels = range(num_rows), range(width)
-        self._panel_bytes = builder.mul(self._inner, _INT(LANES * _STORED[stored][1]))
+        self._panel_bytes = builder.mul(self._inner, _INT(PANEL_OUTPUTS * _STORED[stored][1]))
         self._x = [self._pointer(x, _FLOAT, builder.mul(x_stride, _INT(4 * row))) for row in self._rows]
         self._fma = self._function("llvm.fma.v16f32", _FLOATS, [_FLOATS] * 3)
         self._w: list[Any] = []
@@ -183,7 +183,7 @@ class _Form:
         loaded = builder.load(pointer)
         loaded.align = _STORED[self._stored][1]
         if self._stored == types.uint16:
-            high = builder.shl(builder.zext(loaded, _INTS), ir.Constant(_INTS, [16] * LANES))
+            high = builder.shl(builder.zext(loaded, _INTS), ir.Constant(_INTS, [16] * PANEL_OUTPUTS))
             return builder.bitcast(high, _FLOATS)
         if self._stored == types.int8:
             return builder.sitofp(builder.sext(loaded, _INTS), _FLOATS)
@@ -199,16 +199,18 @@ class _Form:
             scale = self._vector(self._scales, panel)
             sums = [builder.fmul(value, scale) for value in sums]
         bias = self._vector(self._biases, panel)
-        left = builder.trunc(builder.sub(self._outputs, builder.mul(panel, _INT(LANES))), _INDEX)
-        lanes = ir.Constant(_INTS, list(range(LANES)))
+        left = builder.trunc(builder.sub(self._outputs, builder.mul(panel, _INT(PANEL_OUTPUTS))), _INDEX)
+        lanes = ir.Constant(_INTS, list(range(PANEL_OUTPUTS)))
         mask = builder.icmp_signed("<", lanes, self._everywhere(left, _INTS))
         for row, value in zip(self._rows, sums, strict=True):
-            offset = builder.add(builder.mul(self._y_stride, _INT(4 * row)), builder.mul(panel, _INT(4 * LANES)))
+            offset = builder.add(
+                builder.mul(self._y_stride, _INT(4 * row)), builder.mul(panel, _INT(4 * PANEL_OUTPUTS))
+            )
             pointer = self._pointer(self._y, _FLOATS, offset)
             builder.call(masked_store, [builder.fadd(value, bias), pointer, _INDEX(4), mask])
 
     def _vector(self, address: Any, panel: Any) -> Any:
-        offset = self._builder.mul(panel, _INT(4 * LANES))
+        offset = self._builder.mul(panel, _INT(4 * PANEL_OUTPUTS))
         loaded = self._builder.load(self._pointer(address, _FLOATS, offset))
         loaded.align = 4
         return loaded
