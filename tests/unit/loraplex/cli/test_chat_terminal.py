@@ -6,6 +6,7 @@ import contextlib
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -92,7 +93,7 @@ def test_ctrl_c_ends_the_answer_but_not_the_conversation_and_ctrl_d_leaves(termi
     terminal.type("\x03")
     terminal.until("(interrupted)")
     terminal.until("you> ")
-    assert fake_cluster.cancelled.wait(5)
+    assert fake_cluster.cancelled.wait(30)
     terminal.ask("second")
     terminal.type("\x03")
     terminal.until("you> ")
@@ -106,5 +107,5 @@ def test_ctrl_c_ends_the_answer_but_not_the_conversation_and_ctrl_d_leaves(termi
 def test_ctrl_c_at_the_prompt_leaves_with_130(terminal):
     terminal.until("you> ")
     terminal.press_until_it_ends("\x03")
-    assert terminal.close() == 130
+    assert terminal.close() in (130, -signal.SIGINT)  # the latter where it was pressed again as Python was leaving
     assert "Traceback" not in terminal.seen

@@ -88,7 +88,7 @@ def test_a_wildcard_host_is_passed_on_but_reached_through_loopback(tmp_path):
 async def test_all_start_and_all_stop_in_order_and_nothing_is_left(tmp_path):
     told: list[Status] = []
     async with running(make_plan(tmp_path), told.append) as cluster:
-        await cluster.wait_all_ready(30)
+        await cluster.wait_all_ready(60)
         pids = {status.pid for status in told if status.pid}
         assert len(pids) == 4
     assert not any(psutil.pid_exists(pid) for pid in pids)
@@ -102,7 +102,7 @@ async def test_killing_ends_a_stop_that_waits(tmp_path):
     deaf = SERVICE.replace("sigwait([signal.SIGTERM])", "sigwait([signal.SIGUSR1])")  # SIGTERM stays blocked
     plan = replace(make_plan(tmp_path, registry=deaf, worker=deaf, router=deaf), drain_s=60)
     async with asyncio.timeout(30), running(plan, lambda _: None) as cluster:
-        await cluster.wait_all_ready(30)
+        await cluster.wait_all_ready(60)
         stopping = asyncio.create_task(cluster.stop())
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(stopping), 0.3)
