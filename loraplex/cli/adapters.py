@@ -172,7 +172,7 @@ def evaluate(
         ),
     ] = None,
     timeout_s: Annotated[
-        float, typer.Option("--timeout", metavar="SECONDS", min=1, help="Give up after so long.")
+        float, typer.Option("--timeout", metavar="SECONDS", min=1, max=86_400, help="Give up after so long.")
     ] = EVALUATE_S,
     router: Router = ROUTER,
     registry: Registry = REGISTRY,

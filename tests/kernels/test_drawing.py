@@ -85,5 +85,13 @@ def test_a_broken_row_ends_and_stays_its_own(kernels: CpuKernels, sampling: Samp
     assert all(0 <= token < 200 for token in drawn)
 
 
+@pytest.mark.parametrize("temperature", [1e-45, 1e-40, 2e-39, 1e-38, 1e-20, 1e-60])
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_the_coldest_draw_is_the_likeliest_token(kernels: CpuKernels, temperature: float, top_p: float) -> None:
+    logits = randn(5, 300)
+    samplings = [Sampling(temperature=temperature, top_p=top_p)] * 5
+    assert kernels.draw(logits.clone(), of(samplings, np.full(5, 0.7))) == logits.argmax(dim=-1).tolist()
+
+
 def test_these_kernels_draw(kernels: CpuKernels) -> None:
     assert isinstance(kernels, Drawing)

@@ -88,7 +88,7 @@ def test_a_replayed_step_has_its_own_tokens_blocks_and_adapters() -> None:
         kernels.arena.kv.fill_(0.5)
         fresh.append(adapted(BACKEND.bind(kernels.arena, COS, SIN), torch.tensor(tokens), *where))
     assert all(torch.equal(*pair) for pair in zip(replayed, fresh, strict=True))
-    assert kernels.tapes.find((3, True)).remembered is not None
+    assert kernels.tapes.find((3, True, True)).remembered is not None
 
 
 def test_a_step_in_parts_is_not_replayed(kernels: CpuKernels) -> None:
@@ -105,14 +105,14 @@ def test_a_step_in_parts_is_not_replayed(kernels: CpuKernels) -> None:
 
 def test_rooms_of_dropped_results_are_used_again(kernels: CpuKernels) -> None:
     run(kernels, [1, 2, 3], 0)
-    few = kernels.tapes.find((3, False)).end
+    few = kernels.tapes.find((3, False, False)).end
     step = kernels.step(batch_of([(0, 4)], {}, [-1]))
     x = step.embed(EMBEDDING, torch.tensor([1, 2, 3, 4]))
     held = [x]
     for index in (0, 1, 0, 1):
         held.append(layer(step, held[-1], index))
     step.finish()
-    assert kernels.tapes.find((4, False)).end[1] > 4 * few[1] / 3
+    assert kernels.tapes.find((4, False, False)).end[1] > 4 * few[1] / 3
     assert len({tensor.data_ptr() for tensor in held}) == len(held)
 
 
@@ -163,3 +163,45 @@ def test_tapes_are_forgotten_when_there_are_too_many(kernels: CpuKernels) -> Non
         kernels.tapes.keep((size, False), Tape())
     assert all(kernels.tapes.find((size, False)) is not kernels.tapes.find((size, False)) for size in range(5))
     assert kernels.tapes.find((5, False)) is kernels.tapes.find((5, False))
+
+
+def test_the_workspace_stays_in_proportion_to_the_largest_step(kernels: CpuKernels) -> None:
+    wide = BACKEND.pack(Linear.plain(randn(3000, 64, seed=5), None))
+    for rows in range(700, 1500, 7):
+        step = kernels.step(batch_of([(0, 1)], {}, [-1]))
+        x = torch.zeros(rows, 64)
+        first = step.linear(wide, x)
+        second = step.linear(wide, x)
+        assert len(first) == len(second) == rows
+        step._recorder.executed()  # nothing needs to be computed for it
+    assert kernels.tapes.workspace.size < 4 * 2 * 1500 * 3000 + 2**24
+
+
+def test_answers_are_replayed_though_a_prompt_of_as_many_rows_was_first(kernels: CpuKernels) -> None:
+    for lengths in ([(0, 3)], [(0, 1)] * 3, [(5, 1)] * 3):
+        step = kernels.step(batch_of(lengths, {}, [-1] * len(lengths)))
+        replayed = step.replay(torch.tensor([1, 2, 3]))
+        if replayed is None:
+            x = step.embed(EMBEDDING, torch.tensor([1, 2, 3]))
+            if len(lengths) == 1:
+                step.finish()
+            y = step.linear(LINEARS[0], x)
+            step.finish()
+            step.remember(y)
+    assert replayed is not None
+
+
+def test_a_kind_that_was_first_recorded_in_parts_is_replayed_once_it_comes_whole(kernels: CpuKernels) -> None:
+    seen = []
+    for parts in (2, 1, 1, 1):
+        step = kernels.step(batch_of([(0, 1)] * 2, {}, [-1] * 2))
+        seen.append(step.replay(torch.tensor([1, 2])) is not None)
+        if not seen[-1]:
+            x = step.embed(EMBEDDING, torch.tensor([1, 2]))
+            if parts == 2:
+                step.finish()
+            y = step.linear(LINEARS[0], x)
+            step.finish()
+            if parts == 1:
+                step.remember(y)
+    assert seen == [False, False, False, True]

@@ -16,7 +16,7 @@ from worker.engine.plan import ComparedPositions, ComparisonStep
 from worker.engine.refusal import Problem, adapter_too_large
 from worker.engine.request import Request
 from worker.engine.residency import Placement
-from worker.mailbox import AdapterFile, Compare, Compared
+from worker.mailbox import AdapterFile, Compare, Compared, Failure
 
 
 def check(compare: Compare, config: EngineConfig) -> Problem | None:
@@ -109,6 +109,23 @@ class Comparisons:
         reserve = self._reserve(running)
         placements, is_ready = self._place(compare, reserve, now)
         return placements, self._start(compare, reserve, bool(running)) if is_ready else None
+
+    def give_up(self) -> Failure | None:
+        """Refuse the first one if it can never start: to be called where nothing runs, and nothing was begun for it.
+
+        `check` knew its files' sizes only; what they take on the device is known once they have been there.
+        """
+        compare = next(iter(self._waiting.values()), None)
+        if compare is None or self._memory.residency.is_loading:
+            return None
+        del self._waiting[compare.request_id]
+        return Failure(
+            compare.request_id,
+            "TOO_LARGE",
+            "both artifacts and the KV of the compared tokens do not fit this worker's device together; raise "
+            "max_adapter_bytes, max_resident_adapters or arena_bytes",
+            {"field": "max_adapter_bytes"},
+        )
 
     def finish(self, result: ComparedPositions | None) -> Compared | None:
         """Give back what the step in flight held for its comparison; `result` is None where the step failed.

@@ -100,6 +100,7 @@ class EngineLoop:
             return True
         started = self._clock()
         schedule = self._scheduler.schedule(started)
+        self._failures += schedule.failures
         for slot in schedule.evicted_slots:
             self._runner.release_adapter(slot)
         for placement in schedule.placements:

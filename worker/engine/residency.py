@@ -90,6 +90,11 @@ class Residency:
         """Chunks of idle adapters."""
         return self._idle_chunks
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether an adapter is on its way."""
+        return any(slot.loading for slot in self._by_index.values())
+
     def find(self, artifact_digest: str) -> Slot | None:
         """Return the slot of an adapter, loading or resident."""
         return self._by_digest.get(artifact_digest)

@@ -44,6 +44,8 @@ class Schedule:
     evicted_slots: tuple[int, ...]
     placements: tuple[Placement, ...]
     plan: StepPlan | None
+    failures: tuple[Failure, ...] = ()
+    """What can never start."""
 
 
 class Scheduler:
@@ -154,6 +156,7 @@ class Scheduler:
         shares, short = self._grow(shares)
         placements: tuple[Placement, ...] = ()
         comparison: ComparisonStep | None = None
+        failures: tuple[Failure, ...] = ()
         if self._waiting and not short:
             admission = admit(self._waiting, tuple(self._running.values()), self._memory, self._config, now)
             placements = admission.placements
@@ -169,8 +172,10 @@ class Scheduler:
         if self._comparisons and not self._waiting and not short:
             loads, comparison = self._comparisons.next(self._running.values(), budget, now, alone=not shares)
             placements = (*placements, *loads)
+            if not (loads or comparison or self._running) and (failure := self._comparisons.give_up()) is not None:
+                failures = (failure,)
         self._in_flight = self._plan(shares, comparison) if shares or comparison is not None else None
-        return Schedule(self._memory.take_evicted(), placements, self._in_flight)
+        return Schedule(self._memory.take_evicted(), placements, self._in_flight, failures)
 
     def update(self, plan: StepPlan, result: StepResult, seconds: float, now: float) -> list[Output]:
         """Take a step's outcome: note computed and new tokens, end what is finished. Returns each request's gain.

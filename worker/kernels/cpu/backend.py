@@ -114,7 +114,9 @@ class CpuStep:
             )
             self._lora_items = (self._keep(lora_items), len(lora_items))
         self._num_lora_items = len(lora_items)
-        self._recorder = Recorder(kernels.tapes, (len(batch.positions), bool(adapters)))
+        # Steps of prompts and of answers differ in what they do at their end.
+        answers = len(batch.requests) == len(batch.positions)
+        self._recorder = Recorder(kernels.tapes, (len(batch.positions), bool(adapters), answers))
 
     def embed(self, embedding: Linear, token_ids: Tensor) -> Tensor:
         """See StepKernels."""

@@ -19,6 +19,8 @@ PARAMETERS: Final = 5
 """Numbers of a row: temperature, top_k, top_p, min_p, uniform."""
 
 _BLOCK: Final = 64
+_COLDEST: Final = np.float32(1e-30)
+"""Temperatures below this are this one, at which only the largest logits have any weight: their inverses overflow."""
 _SURELY: Final = 0.999
 """Keeps roundings of the bound on the safe side."""
 
@@ -32,7 +34,7 @@ def draw(logits: Any, parameters: Any, candidates: Any, scratch: Any, places: An
     """
     temperature, top_k, top_p = parameters[0], int(parameters[1]), parameters[2]
     min_p, uniform = np.float32(parameters[3]), parameters[4]
-    total = _weights(logits, np.float32(temperature))
+    total = _weights(logits, max(np.float32(temperature), _COLDEST))
     if not total > 0:
         return 0
     size = len(logits)

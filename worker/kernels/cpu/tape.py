@@ -24,6 +24,9 @@ from worker.kernels.cpu.program import ROW
 MOST_TAPES: Final = 64
 """Sizes of steps that are remembered, the latest used."""
 _SLAB_FLOATS: Final = 2**20
+_SLACK: Final = 3
+_SPARE_FLOATS: Final = 2**24
+"""The workspace may be so many times what the largest step needs, and 64 MiB; then it is begun anew."""
 _ALIGNED_FLOATS: Final = 16
 
 Key = tuple[int, ...]
@@ -36,6 +39,8 @@ class Workspace:
 
     def __init__(self) -> None:
         self._slabs: list[Tensor] = []
+        self.size = 0
+        """Numbers in all slabs."""
 
     def place(self, size: int, after: _Place) -> _Place:
         """Return where `size` numbers fit at or after a place, in order of slabs."""
@@ -44,7 +49,9 @@ class Workspace:
             if start + size <= len(self._slabs[slab]):
                 return slab, start
             slab, start = slab + 1, 0
-        self._slabs.append(torch.empty(max(size, _SLAB_FLOATS)))
+        # A power of two: for a step that is a little larger than the one before they are large enough.
+        self._slabs.append(torch.empty(max(1 << (size - 1).bit_length(), _SLAB_FLOATS)))
+        self.size += len(self._slabs[-1])
         return slab, 0
 
     def room(self, place: _Place, shape: tuple[int, int]) -> Tensor:
@@ -74,6 +81,8 @@ class Tape:
     program: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, ROW), dtype=np.int64))
     end: _Place = (0, 0)
     """Behind the last room."""
+    size: int = 0
+    """Numbers in all of its rooms."""
     remembered: tuple[Tensor, ...] | None = None
     """Results of the whole step, where it was executed in one."""
     rows_of: dict[int, NDArray[np.int64]] = field(default_factory=dict)
@@ -93,9 +102,14 @@ class Tapes:
     def __init__(self) -> None:
         self.workspace = Workspace()
         self._tapes: OrderedDict[Key, Tape] = OrderedDict()
+        self._largest = 0
 
     def find(self, kind: Key) -> Tape:
-        """Return the tape of a kind of steps, an empty one if there is none."""
+        """Return the tape of a kind of steps, an empty one if there is none; other steps' results are lost."""
+        if self.workspace.size > _SLACK * self._largest + _SPARE_FLOATS:
+            # Steps of many sizes have left slabs that none of them fills.
+            self.workspace, self._largest = Workspace(), 0
+            self._tapes.clear()
         tape = self._tapes.pop(kind, None)
         if tape is None:
             return Tape()
@@ -107,9 +121,14 @@ class Tapes:
         for operator in tape.operators:
             if operator.shape is not None:
                 operator.result = self.workspace.room(operator.place, operator.shape)
+        self._largest = max(self._largest, tape.size)
         self._tapes[kind] = tape
         if len(self._tapes) > MOST_TAPES:
             self._tapes.popitem(last=False)
+
+    def forget(self, kind: Key) -> None:
+        """Let the next step of a kind be recorded afresh."""
+        self._tapes.pop(kind, None)
 
 
 class Recorder:
@@ -183,8 +202,12 @@ class Recorder:
 
     def remember(self, *results: Tensor) -> None:
         """Note the results of a step that was recorded and executed in one."""
-        if self._fresh and self._parts == 1:
+        if self._parts != 1:
+            return
+        if self._fresh:
             self._tape.remembered = results
+        elif self._tape.remembered is None:  # it was recorded by a step in parts, a prompt's say
+            self._tapes.forget(self._kind)
 
     def executed(self) -> None:
         """Let go of what executed rows pointed to."""
@@ -220,6 +243,8 @@ class Recorder:
         else:
             place = self._tapes.workspace.place(size, self._end)
             self._end = (place[0], place[1] + size)
+            if self._fresh:
+                self._tape.size += size
         room = self._tapes.workspace.room(place, shape)
         number = id(room)
 

@@ -139,6 +139,8 @@ class Driver:
     def step(self, seconds: float = 0.01) -> StepPlan | None:
         """One turn of the loop: schedule, start loads, execute, update."""
         schedule = self.scheduler.schedule(self.now)
+        for failure in schedule.failures:
+            self._fail(failure)
         for slot in schedule.evicted_slots:
             self.runner.release_adapter(slot)
         for placement in schedule.placements:

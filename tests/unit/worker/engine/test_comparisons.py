@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from tests.fake_runner import expected_comparison
 from tests.unit.worker.engine.driver import CONFIG, Driver, on_device
 from worker.engine.comparisons import check
+from worker.engine.plan import AdapterLoad
 from worker.mailbox import AdapterFile, Compare
 
 Drive = Callable[..., Driver]
@@ -202,3 +204,19 @@ def test_an_artifact_compared_with_itself_may_take_all_of_the_arena(drive: Drive
     asked = driver.compare(tuple(range(1, 17)), same, same)  # 4 chunks for the adapter, and 4 for it each time
     driver.run_until_idle()
     assert asked in driver.compared
+
+
+def test_one_that_the_device_has_no_room_for_is_refused_and_waits_for_nothing(drive: Drive) -> None:
+    """Files may be a little smaller than what they take on the device, which is known once they have been there."""
+    driver = drive(max_adapter_bytes=100)
+    exact, measured = driver.file("exact", 50), driver.file("measured", 50)
+    scheduler = driver.scheduler
+    driver.submit(adapter=exact, max_tokens=1)
+    (placement,) = scheduler.schedule(0.0).placements
+    driver.runner.prepare_adapter(placement.slot, Path(placement.file.path), placement.chunk_ids)
+    scheduler.adapter_loaded(placement.slot, AdapterLoad(51, 0), 0.1, 0.0)
+    driver.run_until_idle()
+    asked = driver.compare(TOKENS, exact, measured)
+    driver.run_until_idle(max_steps=5)
+    assert driver.failed[asked].reason == "TOO_LARGE"
+    assert "max_adapter_bytes" in driver.failed[asked].message
