@@ -160,7 +160,7 @@ class Evaluator:
             mean_kl=tally.mean_kl,
             max_kl=tally.max_kl,
             worker_version=_software_version(),
-            device=f"{ready.device} {ready.dtype}",
+            device=_computed_in(ready),
         )
         yield EvaluateAdapterResponse(evaluation=evaluation)
 
@@ -271,3 +271,9 @@ def _software_version() -> str:
         return metadata.version("loraplex")
     except metadata.PackageNotFoundError:  # run from a tree that nobody installed
         return "unknown"
+
+
+def _computed_in(ready: Ready) -> str:
+    """Return where and in what an engine computes, for people: "cpu bfloat16, int8 base"."""
+    base = "" if ready.base_quantization == "none" else f", {ready.base_quantization} base"
+    return f"{ready.device} {ready.dtype}{base}"

@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from msgspec import structs
 
+from worker.evaluation.evaluator import _computed_in
 from worker.evaluation.tally import Tally
+from worker.mailbox import Ready
 
 
 def test_figures_are_over_all_positions_not_over_prompts() -> None:
@@ -33,3 +36,9 @@ def test_the_order_of_prompts_does_not_change_a_bit() -> None:
 def test_nothing_and_halves_are_no_answer(same_top: tuple[bool, ...], kl: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="divergences"):
         Tally().add(same_top, kl)
+
+
+def test_an_evaluation_tells_that_its_base_was_quantized() -> None:
+    ready = Ready("cpu", "bfloat16", 300, 256, 16, 64, 1000.0, 100.0, 8)
+    assert _computed_in(ready) == "cpu bfloat16"
+    assert _computed_in(structs.replace(ready, base_quantization="int8")) == "cpu bfloat16, int8 base"
