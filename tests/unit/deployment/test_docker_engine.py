@@ -81,7 +81,7 @@ def test_an_engine_that_answers_is_used_and_none_is_started(commands, tmp_path):
 
 @pytest.mark.parametrize("error", [None, Failed("a check failed"), KeyboardInterrupt()])
 def test_an_engine_started_here_is_ended_whatever_happens(commands, tmp_path, error):
-    commands.make("docker", "[ -f {folder}/engine ]")
+    commands.make("docker", "[ -s {folder}/engine ]")
     commands.make("dockerd", ENGINE)
     try:
         with running_engine(tmp_path) as environment:
@@ -96,7 +96,7 @@ def test_an_engine_started_here_is_ended_whatever_happens(commands, tmp_path, er
 
 
 def test_an_engine_started_here_ends_even_where_this_process_is_killed(commands, tmp_path):
-    commands.make("docker", "[ -f {folder}/engine ]")
+    commands.make("docker", "[ -s {folder}/engine ]")
     commands.make("dockerd", ENGINE)
     code = (
         "import pathlib, sys, time, os, tools.docker_engine as e; e._DISK_BYTES = 0; os.geteuid = lambda: 0\n"
