@@ -33,7 +33,7 @@ class Access:
         if not keys and not self._asks_always:
             return DEFAULT_TENANT
         if not keys:
-            raise Unauthenticated(f"no API key exists yet, so nobody is let in; {_MAKE_ONE}")
+            raise Unauthenticated(f"no API key exists yet, so nobody is let in; {_MAKE_ONE}", credential="api_key")
         secret = bearer_of(authorization)
         if secret is None:
             raise Unauthenticated(
