@@ -75,6 +75,11 @@ class StepKernels(Protocol):
         """Compute what was put off: only after this may results be read."""
         ...
 
+
+@runtime_checkable
+class Replaying(Protocol):
+    """What operators of steps that can be computed again as a whole offer beside `StepKernels`."""
+
     def remember(self, *results: Tensor) -> None:
         """Take note that these are a finished step's results: one like it may then be replayed."""
         ...

@@ -99,13 +99,6 @@ class ReferenceKernels:
     def finish(self) -> None:
         """See StepKernels."""
 
-    def remember(self, *results: Tensor) -> None:
-        """See StepKernels."""
-
-    def replay(self, token_ids: Tensor) -> tuple[Tensor, ...] | None:  # noqa: ARG002 - the interface's
-        """See StepKernels; these kernels remember nothing."""
-        return None
-
     def lora_add(self, y: Tensor, x: Tensor, layer: int, site: Site) -> None:
         """See StepKernels."""
         place = layer * len(Site) + site

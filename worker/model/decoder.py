@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker.kernels.interface import Kernels, StepKernels
+from worker.kernels.interface import Kernels, Replaying, StepKernels
 from worker.kernels.layout import Batch, Site
 from worker.model.config import ModelConfig
 from worker.model.device import send
@@ -33,7 +33,8 @@ class Decoder:
         step, device = self._kernels.step(batch), self._weights.norm.device
         token_ids = send(batch.token_ids, device)
         every = np.array_equal(rows, np.arange(len(batch.token_ids)))
-        if every and (known := step.replay(token_ids)) is not None:
+        replaying = step if every and isinstance(step, Replaying) else None
+        if replaying is not None and (known := replaying.replay(token_ids)) is not None:
             return Scores(*known)
         hidden = self._hidden(step, token_ids)
         if not len(rows):
@@ -45,9 +46,10 @@ class Decoder:
         logits = self._head(step, hidden)
         largest = step.largest(logits)
         step.finish()
-        if every:
-            step.remember(logits.float(), *largest)
-        return Scores(logits.float(), *largest)
+        scores = Scores(logits.float(), *largest)
+        if replaying is not None:
+            replaying.remember(scores.logits, scores.largest, scores.likeliest)
+        return scores
 
     def forward(self, step: StepKernels, token_ids: Tensor) -> Tensor:
         """Run the model over one step's operators; token ids [T] int64 to every row's logits [T, vocab].

@@ -223,11 +223,11 @@ class CpuStep:
         self._recorder.executed()
 
     def remember(self, *results: Tensor) -> None:
-        """See StepKernels."""
+        """See Replaying."""
         self._recorder.remember(*results)
 
     def replay(self, token_ids: Tensor) -> tuple[Tensor, ...] | None:
-        """See StepKernels."""
+        """See Replaying."""
         tape = self._recorder.whole
         if tape is None:
             return None

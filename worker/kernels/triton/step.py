@@ -188,13 +188,6 @@ class TritonStep:
         self._settle()
         self._input = None
 
-    def remember(self, *results: Tensor) -> None:
-        """See StepKernels."""
-
-    def replay(self, token_ids: Tensor) -> tuple[Tensor, ...] | None:  # noqa: ARG002 - the interface's
-        """See StepKernels; these kernels remember nothing."""
-        return None
-
     def _take(self, y: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return y's delta and which rows have one, if there is one; the caller adds it. Anybody else's is added."""
         pending = self._pending

@@ -20,6 +20,7 @@ from tests.unit.worker.model.tiny import (
     tiny_runner,
 )
 from worker.engine.plan import NewRequest, SequenceStep, StepPlan
+from worker.kernels.cpu.backend import CpuStep
 from worker.mailbox import Sampling
 from worker.model.config import read_config
 
@@ -220,3 +221,24 @@ def test_loading_beside_steps_disturbs_neither(llama_folder: Path, tmp_path: Pat
     thread.join(timeout=10)
     assert not failures
     assert torch.equal(first_logits(runner, PROMPTS[2], 3), wanted)
+
+
+def test_steps_of_answers_are_replayed_whatever_calibration_computed_before(
+    llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = open_runner(llama_folder)
+    runner.calibrate()
+    replayed: list[bool] = []
+    replay = CpuStep.replay
+
+    def noted(self: CpuStep, token_ids: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+        known = replay(self, token_ids)
+        replayed.append(known is not None)
+        return known
+
+    monkeypatch.setattr(CpuStep, "replay", noted)
+    news = tuple(NewRequest(index, (1,), Sampling(temperature=0.0)) for index in range(4))
+    for step in range(3):
+        rows = tuple(SequenceStep(index, (5 + step,), step, (index,), -1, sample=True) for index in range(4))
+        runner.execute(StepPlan(step, news if step == 0 else (), rows, ()))
+    assert replayed[-1]
