@@ -100,7 +100,7 @@ async def test_mixed_concurrent_answers_equal_those_given_alone(client, adapters
 
 async def test_requests_in_flight_finish_on_the_old_version_and_new_ones_take_the_new(client, tiny_base, tmp_path):
     first = await client.add_adapter("cut", write_adapter(tmp_path / "first", tiny_base, seed=11))
-    long = Sampling(temperature=0.0, max_tokens=120, ignore_eos=True)
+    long = Sampling(temperature=0.0, max_tokens=2000, ignore_eos=True)
     before = await ask(client, "cut", sampling=long)
     events = client.generate("cut", messages=[Message("user", "How are you?")], sampling=long)
     gatherer = Gatherer()
@@ -128,7 +128,7 @@ async def test_a_removed_adapter_is_unknown_at_once(cluster, client, tiny_base, 
 
 
 async def test_leaving_a_stream_frees_the_worker(client):
-    events = client.generate("tiny", "x", sampling=Sampling(temperature=0.0, max_tokens=400, ignore_eos=True))
+    events = client.generate("tiny", "x", sampling=Sampling(temperature=0.0, max_tokens=8000, ignore_eos=True))
     assert isinstance(await anext(events), TextDelta)
     await events.aclose()
     async with asyncio.timeout(10):

@@ -51,14 +51,14 @@ def test_a_state_folder_in_use_names_its_holder_though_ports_are_taken_too(clust
 def test_sigterm_lets_streams_finish_and_leaves_nothing(tiny_base):
     with local_cluster(tiny_base, "--drain", "60") as cluster:
         with Client(cluster.ready["router"]) as client:
-            sampling = Sampling(temperature=0.0, max_tokens=80, ignore_eos=True)
+            sampling = Sampling(temperature=0.0, max_tokens=2000, ignore_eos=True)
             events = client.generate("tiny", messages=[Message("user", "hello")], sampling=sampling)
             got = [next(events)]
             family = cluster.family()
             cluster.process.send_signal(signal.SIGTERM)
             got += events
         assert isinstance(got[-1], Finished)
-        assert sum(len(event.token_ids) for event in got if isinstance(event, TextDelta)) == 80
+        assert sum(len(event.token_ids) for event in got if isinstance(event, TextDelta)) == 2000
         assert cluster.process.wait(60) == 0
         assert len(family) >= 4  # three services and the worker's engine
         assert psutil.wait_procs(family, timeout=1)[1] == []

@@ -18,7 +18,7 @@ from tests.e2e.fleet import Fleet
 from tests.e2e.fleet_calls import BASE, ask, found_again, is_answered, num_tokens, sampling, workers_where
 from tests.running_registry import upload_parts
 
-WHOLE = 500
+WHOLE = 3000
 """Tokens of a stream that is open when the signal comes and is read to its end: some seconds."""
 DRAIN_S = 25.0
 """Notice, drain and stop of the fleet's services at most."""
