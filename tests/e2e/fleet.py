@@ -24,7 +24,7 @@ from loraplex.manifest import read_manifest
 from tests.e2e.fleet_calls import BASE, any_base, found_again, until_idle
 
 TREE = Path(__file__).resolve().parents[2]
-START_S = 120.0
+START_S = 240.0
 
 Line = dict[str, Any]
 

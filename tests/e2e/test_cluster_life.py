@@ -10,7 +10,7 @@ import time
 import psutil
 
 from loraplex.client import Client, Finished, Message, Sampling, TextDelta
-from tests.e2e.local_cluster import local_cluster, loraplex
+from tests.e2e.local_cluster import KERNELS, local_cluster, loraplex
 
 FREE_PORTS = [part for name in ("router", "http", "registry", "worker") for part in (f"--{name}-port", "0")]
 
@@ -107,7 +107,7 @@ def test_the_demo_shows_each_model_alone_and_all_mixed(tiny_base, adapters, tmp_
     folder = next(iter(adapters.values())).parent
     ran = loraplex(
         "demo", "--base", tiny_base, "--adapters", folder, "--prompts", tmp_path / "prompts.json", "--json",
-        env={"TMPDIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}, timeout_s=120,
+        env={"TMPDIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "NUMBA_CACHE_DIR": KERNELS}, timeout_s=240,
     )  # fmt: skip
     shown = ran.json()
     assert shown["ok"] is True
