@@ -24,7 +24,7 @@ from typing import Final, Literal
 import torch
 import triton
 
-from bench.gpu_checks import checks
+from bench.gpu_checks import DRAWN, checks, drawing
 from bench.gpu_model import LLAMA_8B, TOY, Base, Shapes, attention_alone, fill_slots, lora_alone
 from bench.record import TREE, commit
 from worker.engine.plan import StepPlan
@@ -33,8 +33,9 @@ from worker.kernels.triton.tiles import Format
 RESULTS: Final = TREE / "bench" / "results" / "gpu_check.jsonl"
 FORMATS: Final = (Format.BF16, Format.INT8, Format.INT4)
 COLUMNS: Final = ("what", "rank", "format", "batch", "ms", "plain_ms", "of_base", "of_floor", "of_copy")
-"""plain_ms: without graphs; of_base: the base's step time by this one's; of_floor: this by what its bytes take;
-of_copy: bytes/s by a copy's. Steps are measured on the host, from plan to tokens; kernels alone by the device's clock.
+"""plain_ms: without graphs, or drawn by torch; of_base: the base's step time by this one's; of_floor: this by what its
+bytes take; of_copy: bytes/s by a copy's. Steps are measured on the host, from plan to tokens; kernels alone by the
+device's clock.
 """
 Row = dict[str, object]
 
@@ -122,6 +123,11 @@ def measure(shapes: Shapes, clock: Clock, args: argparse.Namespace, copy: float,
         yield {"what": "base", **row}
         ms = clock.time(clock.graph(attention_alone(base, batch)))
         yield {"what": "attention", "batch": batch, "ms": ms, "of_copy": kv_bytes / (ms / 1e3) / copy}
+    for name in DRAWN:
+        for batch in sorted({min(args.batches), most}):
+            by_kernel, by_torch = drawing(shapes, device, name, batch)
+            row = {"batch": batch, "ms": clock.time(by_kernel), "plain_ms": clock.time(by_torch)}
+            yield {"what": f"draw {name}", **row}
     for rank in args.ranks:
         for fmt in FORMATS:
             image = fill_slots(base, fmt, rank)

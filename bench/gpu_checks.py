@@ -1,9 +1,12 @@
-"""Every Triton kernel against plain float32 torch, on the device there is; errors are ‖difference‖ / ‖expected‖."""
+"""Every Triton kernel against plain float32 torch, on the device there is; errors are ‖difference‖ / ‖expected‖.
+
+Of drawing, the error is the share of rows that draw another token than torch does.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +17,7 @@ from torch import Tensor
 from bench.gpu_model import EPS, Shapes
 from bench.lora_rig import Adapter, Rig, relative_error
 from worker.kernels import reference
+from worker.kernels.draws import Draws
 from worker.kernels.layout import BLOCK_TOKENS
 from worker.kernels.triton.attention import (
     AttentionWork,
@@ -23,13 +27,23 @@ from worker.kernels.triton.attention import (
     prefill_items,
     rope,
 )
+from worker.kernels.triton.drawing import draw
 from worker.kernels.triton.fused import add_norm, rms_norm, silu_mul
 from worker.kernels.triton.platform import Platform
 from worker.kernels.triton.tiles import Format
 from worker.kernels.triton.work import DECODE_GROUP_ROWS, PREFILL_GROUP_ROWS
+from worker.mailbox import Sampling
+from worker.model import choice
 
 LIMIT = 1.2e-2
 """bfloat16 operands of products (h, the softmax's weights) and one rounding at the end."""
+DRAWN = {
+    "free": Sampling(temperature=0.8),
+    "top-p": Sampling(temperature=0.8, top_p=0.95),
+    "top-k": Sampling(temperature=0.8, top_k=40),
+    "all filters": Sampling(temperature=1.5, top_k=1000, top_p=0.9, min_p=0.001),
+    "hot top-p": Sampling(temperature=2.0, top_p=0.99),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +64,32 @@ def checks(shapes: Shapes, device: torch.device) -> Iterator[Check]:
     yield from _lora(shapes, device)
     yield from _attention(shapes, device)
     yield from _between(shapes, device)
+    yield from _drawing(shapes, device)
+
+
+def drawing(shapes: Shapes, device: torch.device, name: str, rows: int) -> tuple[Callable[[], Tensor], ...]:
+    """Return calls that draw so many rows' tokens in one of the ways of DRAWN: by the kernel, and by torch."""
+    sampling = DRAWN[name]
+    logits = torch.empty(rows, shapes.vocab, dtype=torch.float32, device=device).normal_(0, 4)
+    uniforms = np.random.default_rng(rows).random(rows)
+    draws = Draws(
+        rows=np.arange(rows),
+        temperature=np.full(rows, sampling.temperature),
+        top_k=np.full(rows, sampling.top_k),
+        top_p=np.full(rows, sampling.top_p),
+        min_p=np.full(rows, sampling.min_p),
+        uniform=uniforms,
+    )
+    # Of a copy each, as both overwrite what they draw from.
+    return lambda: draw(logits.clone(), draws), lambda: choice.draw(logits.clone(), [sampling] * rows, uniforms)
+
+
+def _drawing(shapes: Shapes, device: torch.device) -> Iterator[Check]:
+    for name in DRAWN:
+        by_kernel, by_torch = drawing(shapes, device, name, 4 if shapes.hidden <= 1024 else 256)
+        drawn = by_kernel()
+        yield Check(f"drawing {name}", float((drawn != by_torch()).float().mean()))
+        yield Check(f"drawing {name} again", float((drawn != by_kernel()).float().mean()))
 
 
 def _lora(shapes: Shapes, device: torch.device) -> Iterator[Check]:

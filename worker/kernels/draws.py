@@ -37,9 +37,9 @@ class Draws:
 class Drawing(Protocol):
     """Kernels that draw."""
 
-    def draw(self, logits: Tensor, draws: Draws) -> list[int]:
-        """Return the drawn tokens, one for each of the draws' rows; any, where a logit is NaN.
+    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
+        """Return the drawn tokens, [R] int64 where the logits are: one for each of the draws' rows.
 
-        logits [S, vocab] float32 may be overwritten.
+        Any, where a logit is NaN. logits [S, vocab] float32 may be overwritten.
         """
         ...

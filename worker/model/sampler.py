@@ -110,7 +110,7 @@ class Sampler:
         index = send(np.array(drawn), logits.device)
         chosen = likeliest.clone()
         if self._drawing is not None:
-            chosen[index] = torch.tensor(self._drawing.draw(logits, _draws(drawn, samplings, random)))
+            chosen[index] = self._drawing.draw(logits, _draws(drawn, samplings, random))
         else:
             some = logits if len(drawn) == len(requests) else logits[index]
             chosen[index] = draw(some, samplings, random)

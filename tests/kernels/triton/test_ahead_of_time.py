@@ -17,6 +17,8 @@ import triton.language as tl
 from tests.kernels.triton.ahead_of_time import Compiled, compile_for
 from worker.kernels.triton.attend import attend_kernel, combine_kernel
 from worker.kernels.triton.attention import AttentionShape
+from worker.kernels.triton.draw import draw_kernel
+from worker.kernels.triton.drawing import SEGMENTS, WARPS, WIDTH, unit
 from worker.kernels.triton.expand import expand_kernel
 from worker.kernels.triton.platform import power_of_2
 from worker.kernels.triton.pointwise import norm_kernel, silu_mul_kernel
@@ -186,3 +188,19 @@ def test_the_kernels_between(capability: int) -> None:
     compiled = compile_for(silu_mul_kernel, capability, silu, num_warps=4)
     assert_fits(compiled, capability)
     assert compiled.widths_at("gate_up_ptr + at") == {16}
+
+
+@pytest.mark.parametrize(
+    ("capability", "vocab", "width"), [(80, 128256, 16), (90, 128256, 16), (100, 128256, 16), (80, 32003, 4)]
+)
+def test_drawing(capability: int, vocab: int, width: int) -> None:
+    """A vocabulary that is no multiple of four leaves rows that do not begin on 16 bytes."""
+    types = {
+        "logits_ptr": "*fp32", "ids_ptr": "*i32", "wholes_ptr": "*i64", "numbers_ptr": "*fp64", "tokens_ptr": "*i64"
+    }  # fmt: skip
+    constants = {"VOCAB": vocab, "UNIT": unit(vocab), "SEGMENTS": SEGMENTS, "WIDTH": WIDTH}
+    compiled = compile_for(draw_kernel, capability, constants, num_warps=WARPS, types=types)
+    assert_fits(compiled, capability)
+    assert compiled.registers <= 65536 // (32 * WARPS)
+    for load in ("x = tl.load(row_ptr", "x = tl.load(ptr + i", "weight = _weight(tl.load("):
+        assert compiled.widths_at(load) == {width}

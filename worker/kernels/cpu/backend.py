@@ -71,7 +71,7 @@ class CpuKernels:
             self._largest[rows] = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
         return self._largest[rows]
 
-    def draw(self, logits: Tensor, draws: Draws) -> list[int]:
+    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
         """See Drawing."""
         rows, size = np.ascontiguousarray(draws.rows, dtype=np.int64), logits.shape[1]
         columns = (draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.uniform)
@@ -86,8 +86,7 @@ class CpuKernels:
             *(parameters.ctypes.data, *room, tokens.ctypes.data),
         )
         self.pool.run(program)
-        found: list[int] = tokens.tolist()
-        return found
+        return torch.from_numpy(tokens)
 
 
 class CpuStep:

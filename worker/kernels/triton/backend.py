@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from worker.kernels.draws import Draws
 from worker.kernels.interface import Forward
 from worker.kernels.layout import Arena, Batch
 from worker.kernels.linear import Linear
 from worker.kernels.placing import SiteShape
 from worker.kernels.triton.adapters import TablePlacement
 from worker.kernels.triton.attention import AttentionShape, AttentionWork, attention_room
+from worker.kernels.triton.drawing import draw
 from worker.kernels.triton.graphs import DecodeGraphs
 from worker.kernels.triton.lora import LoraConfig, allocate_h
 from worker.kernels.triton.plan import StepInputs, plan_step
@@ -45,7 +48,7 @@ class TritonBackend:
 
 
 class TritonKernels:
-    """`Kernels`, and `DeviceKernels`: it places adapters in its own way, and captures decode steps as graphs."""
+    """`Kernels`, `Drawing`, and `DeviceKernels`: adapters placed in its own way, decode steps captured as graphs."""
 
     def __init__(self, arena: Arena, cos: Tensor, sin: Tensor) -> None:
         """cos, sin [positions, D/2] float32 on the arena's device."""
@@ -80,12 +83,16 @@ class TritonKernels:
         self._model.side.join()  # of a step that did not come to its end
         return TritonStep(self._model, inputs, self._room(inputs))
 
+    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
+        """See Drawing."""
+        return draw(logits, draws)
+
     def decode_graphs(self, forward: Forward, *, max_rows: int) -> DecodeGraphs:
         """See DeviceKernels."""
         return DecodeGraphs(self._model, forward, max_rows=max_rows, max_positions=self._max_positions)
 
     def warm_up(self, forward: Forward) -> None:
-        """See DeviceKernels. A step of two rows that attend to nothing and have adapters without tiles."""
+        """See DeviceKernels. A step of two rows that attend to nothing and have adapters without tiles, and a draw."""
         device, rows = self._arena.memory.device, 2
         lora = self._model.lora
         places = (
@@ -101,7 +108,9 @@ class TritonKernels:
         attention = (AttentionWork(nothing, nothing[0], row), AttentionWork(nothing, nothing[0], None))
         positions = torch.zeros(rows, dtype=torch.int32, device=device)
         inputs = StepInputs(positions, positions.long() - 1, attention, tuple(places))
-        forward(self.step_of(inputs), positions.long())
+        logits = forward(self.step_of(inputs), positions.long())
+        two, three = np.zeros(2, dtype=np.int64), np.full(2, 0.5)
+        self.draw(logits.float(), Draws(np.arange(2), three, two, three, three, three))
 
     def _room(self, inputs: StepInputs) -> Room:
         model, device = self._model, self._arena.memory.device
