@@ -172,6 +172,17 @@ def test_adapters_of_all_formats_and_ranks_in_one_step(base: Path, tmp_path: Pat
     )
 
 
+@GRAPHS
+def test_a_step_started_before_the_last_is_answered(graphed: bool, two_layers: Path, tmp_path: Path) -> None:
+    """Its tokens are put into the graph's inputs, or the step's, on the device."""
+    runner = opened(two_layers, tmp_path, TritonBackend(), loaded=[2], cuda_graphs=graphed)
+
+    def jobs() -> list[Job]:
+        return [Job(tokens(3), 4), Job(tokens(18), 2, slot=2, chunk=(15, 3)), Job(tokens(1), 3)]
+
+    assert run_jobs(runner, jobs(), ahead=True) == run_jobs(runner, jobs())
+
+
 def second_logits(runner: ModelRunner, slot: int) -> Tensor:
     """Logits of a decode behind `first_logits` of three tokens: one that there is a graph for."""
     with torch.inference_mode():

@@ -26,7 +26,7 @@ from worker.mailbox import MAX_FRAME_BYTES, Shutdown
 class Running:
     """An engine loop on a thread of this process."""
 
-    def __init__(self, runner: FakeRunner, **limits: Any) -> None:
+    def __init__(self, runner: FakeRunner, async_scheduling: bool, **limits: Any) -> None:
         front, back = socket.socketpair()
         self.client = Client(front)
         self.runner = runner
@@ -45,7 +45,12 @@ class Running:
         self._inbox = Inbox(back)
         self._loader = Loader(runner.prepare_adapter, self._inbox.wake)
         self._loop = EngineLoop(
-            runner, Scheduler(config, StepRates(1e3, 1e2)), self._inbox, self._loader, describe=describe
+            runner,
+            Scheduler(config, StepRates(1e3, 1e2)),
+            self._inbox,
+            self._loader,
+            describe=describe,
+            async_scheduling=async_scheduling,
         )
         turn = self._loop._turn
 
@@ -71,12 +76,12 @@ class Running:
         assert not self.thread.is_alive()
 
 
-@pytest.fixture
-def start() -> Iterator[Callable[..., Running]]:
+@pytest.fixture(params=[False, True], ids=["one step after the other", "the next planned while one runs"])
+def start(request: pytest.FixtureRequest) -> Iterator[Callable[..., Running]]:
     started: list[Running] = []
 
     def begin(runner: FakeRunner | None = None, **limits: int) -> Running:
-        started.append(Running(runner or FakeRunner(), **limits))
+        started.append(Running(runner or FakeRunner(), request.param, **limits))
         return started[-1]
 
     yield begin
