@@ -102,7 +102,7 @@ class Clock:
 def measure(shapes: Shapes, clock: Clock, args: argparse.Namespace, copy: float, deadline: float) -> Iterator[Row]:
     """Yield one row per measurement: whole steps of the worker's runner, and the kernels by themselves."""
     device, most = clock.device, max(args.batches)
-    chunk = shapes.attention.chunk_bytes(2)
+    chunk = shapes.attention.block_elements * 2
     # 16-bit tiles of the largest rank, with a little for scales and for what chunks leave unused
     room = int(shapes.adapter_elements(max(args.ranks)) * 2 * 1.03 / chunk) + 4
     base = Base(shapes, device, batch=most, adapter_chunks=most * room)
