@@ -15,7 +15,6 @@ from typing import Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.engine.plan import NewRequest, SampledLogprobs, SampledTokens, SequenceStep
@@ -169,7 +168,7 @@ class Sampler:
         index = send(np.array(drawn), logits.device)
         chosen = likeliest.clone()
         if self._drawing is not None:
-            chosen[index] = torch.tensor(self._drawing.draw(logits, _draws(drawn, samplings, random)))
+            chosen[index] = torch.tensor(self._drawing.draw(logits, Draws.of(drawn, samplings, random)))
         else:
             some = logits if len(drawn) == len(requests) else logits[index]
             chosen[index] = draw(some, samplings, random)
@@ -188,14 +187,3 @@ class Sampler:
         penalised = [PenaltyRow(row, r.seen, r.sampling) for row, r in enumerate(requests) if r.seen is not None]
         apply_penalties(logits, penalised)
         return bool(biases or penalised)
-
-
-def _draws(rows: Sequence[int], samplings: Sequence[Sampling], uniforms: NDArray[np.float64]) -> Draws:
-    return Draws(
-        rows=np.array(rows, dtype=np.int64),
-        temperature=np.array([sampling.temperature for sampling in samplings]),
-        top_k=np.array([max(sampling.top_k, 0) for sampling in samplings], dtype=np.int64),
-        top_p=np.array([sampling.top_p for sampling in samplings]),
-        min_p=np.array([sampling.min_p for sampling in samplings]),
-        uniform=uniforms,
-    )

@@ -15,8 +15,9 @@ import torch
 import triton.language as tl
 
 from tests.kernels.triton.ahead_of_time import Compiled, compile_for
+from worker.kernels.layout import AttentionShape
 from worker.kernels.triton.attend import attend_kernel, combine_kernel
-from worker.kernels.triton.attention import AttentionShape
+from worker.kernels.triton.attention import prefill_rows, queries_per_key
 from worker.kernels.triton.expand import expand_kernel
 from worker.kernels.triton.platform import power_of_2
 from worker.kernels.triton.pointwise import norm_kernel, silu_mul_kernel
@@ -154,9 +155,10 @@ def test_attention(capability: int, rows: int, warps: int) -> None:
 def test_attention_of_other_models(decode: bool, capability: int, heads: int, kv_heads: int, dim: int) -> None:
     """Llama 2 (every head its own keys), SmolLM2-135M and Qwen2.5-0.5B."""
     shape = AttentionShape(24, heads, kv_heads, dim)
+    per_kv = queries_per_key(shape)
     constants = {
-        "KV_HEADS": kv_heads, "PER_KV": shape.per_kv, "PER_KV_2": power_of_2(shape.per_kv), "DIM": dim, "DIM_2": dim,
-        "CHUNK_BYTES": shape.chunk_bytes(2), "ROWS": 1 if decode else shape.prefill_rows, "BLOCK": 64,
+        "KV_HEADS": kv_heads, "PER_KV": per_kv, "PER_KV_2": power_of_2(per_kv), "DIM": dim, "DIM_2": dim,
+        "CHUNK_BYTES": 2 * shape.block_elements, "ROWS": 1 if decode else prefill_rows(shape), "BLOCK": 64,
         "PER_SPLIT": 256 if decode else 1 << 30, "PARTIAL": decode, "STAGES": 2 if capability < 90 else 3,
         "DOT": tl.bfloat16,
     }  # fmt: skip

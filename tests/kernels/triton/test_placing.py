@@ -14,7 +14,7 @@ from common.adapter_format.quantize import quantize
 from tests.unit.worker.model.tiny import random_adapter
 from worker.adapters.device import BaseShape, DeviceAdapters
 from worker.kernels.layout import Arena, AttentionShape
-from worker.kernels.triton.adapters import TableAdapter, TablePlacement
+from worker.kernels.triton.adapters import TableAdapter, TablePlacer
 from worker.kernels.triton.tile_sizes import usable_chunk_bytes
 from worker.model.config import ModelConfig, parse_config
 
@@ -43,9 +43,9 @@ def arena_of(of: ModelConfig) -> Arena:
     return arena
 
 
-def adapters_of(of: ModelConfig, arena: Arena) -> tuple[DeviceAdapters, TablePlacement]:
+def adapters_of(of: ModelConfig, arena: Arena) -> tuple[DeviceAdapters, TablePlacer]:
     base = BaseShape("b" * 64, of.num_layers, of.module_shapes())
-    placement = TablePlacement(arena, base.sites(), num_slots=2)
+    placement = TablePlacer(arena, base.sites(), num_slots=2)
     return DeviceAdapters(base, arena, num_slots=2, placement=placement), placement
 
 
