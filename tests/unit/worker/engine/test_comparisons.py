@@ -95,7 +95,8 @@ def test_one_that_is_larger_than_a_step_is_not_kept_waiting_for_ever(drive: Driv
     driver = drive(max_prefill_tokens=8, max_context_tokens=200, total_blocks=100)
     first, second = comparing(driver), comparing(driver)
     busy = driver.submit(max_tokens=150)
-    began_s, when = driver.now, {}
+    began_s = driver.now
+    when: dict[int, float] = {}
     while busy not in driver.finished:
         driver.step(seconds=0.1)
         driver.finish_loads()
