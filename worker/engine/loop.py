@@ -86,7 +86,7 @@ class EngineLoop:
         self._clock = clock
         self._max_in_flight = MAX_IN_FLIGHT if async_scheduling else 1
         self._in_flight: deque[_InFlight] = deque()
-        self._answered_s = 0.0
+        self._counted_s = 0.0  # up to here time was a step's, or a wait
         self._answered_step = 0
         self._failures: list[Failure] = []
         self._compared: list[Compared] = []
@@ -104,6 +104,8 @@ class EngineLoop:
                     if isinstance(message, Shutdown):
                         return
                     self._take(message)
+                if wait:
+                    self._counted_s = self._clock()  # a step in flight did not take all that time
                 idle = self._turn()
         except MailboxClosed as closed:
             log.info("engine.mailbox_closed", how=str(closed))
@@ -170,7 +172,7 @@ class EngineLoop:
             raise EngineBroken(f"{self._failed_steps} steps in a row failed") from error
 
     def _answer_one(self, step: _InFlight) -> Exception | None:
-        plan, began_s = step.plan, max(step.started_s, self._answered_s)
+        plan, began_s = step.plan, max(step.started_s, self._counted_s)
         outputs: list[Output] = []
         failed: Exception | None = None
         try:
@@ -181,8 +183,8 @@ class EngineLoop:
             log.exception("engine.step_failed", step=plan.step, requests=len(plan.sequences))
             self._failures += self._scheduler.fail_step(plan, STEP_FAILED)
             failed = error
-        self._answered_s, self._answered_step = self._clock(), plan.step
-        self._tell(outputs, step_s=self._answered_s - began_s)
+        self._counted_s, self._answered_step = self._clock(), plan.step
+        self._tell(outputs, step_s=self._counted_s - began_s)
         return failed
 
     def _take_result(self, plan: StepPlan, result: StepResult, seconds: float, now: float) -> list[Output]:

@@ -185,7 +185,7 @@ class Scheduler:
                 shares += more
                 if short:
                     shares = [share for share in shares if share[0].request_id in self._running]
-        if self._comparisons and not self._waiting and not short:
+        if self._comparisons and not (self._waiting or short or self._in_flight):  # its step is alone in flight
             loads, comparison = self._comparisons.next(self._running.values(), budget, now, alone=not shares)
             placements = (*placements, *loads)
             if not (loads or comparison or self._running) and (failure := self._comparisons.give_up()) is not None:
@@ -234,7 +234,8 @@ class Scheduler:
     def fail_step(self, plan: StepPlan, problem: refusal.Problem) -> list[Failure]:
         """Take a step that raised: all of its requests fail and free what they hold; the others run on."""
         self._answered(plan)
-        self._ended[:0] = plan.ended_request_ids  # nobody knows whether the runner has taken note
+        # Nobody knows whether the runner has taken note. Whom the plan after it has announced again must not be told.
+        self._ended[:0] = [request_id for request_id in plan.ended_request_ids if not self._is_announced(request_id)]
         failed = [s.request_id for s in plan.sequences if s.request_id in self._running]
         if (comparing := self._comparisons.in_step()) is not None:
             failed.append(comparing)
@@ -351,6 +352,10 @@ class Scheduler:
             raise ValueError(f"step {plan.step} is not the one to be answered")
         for request in self._in_flight.popleft().leaving:
             self._release(request)
+
+    def _is_announced(self, request_id: int) -> bool:
+        request = self._running.get(request_id)
+        return request is not None and request.announced
 
     def _present_tenants(self) -> set[str]:
         return {*self._waiting.tenants(), *[request.tenant for request in self._running.values()]}

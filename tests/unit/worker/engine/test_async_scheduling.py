@@ -160,3 +160,38 @@ def test_a_comparison_waits_for_the_plan_in_flight_and_is_not_kept_waiting_by_th
     assert driver.compared[asked].same_top
     (comparing,) = [plan for plan in plans if plan is not None and plan.comparison is not None]
     assert PENDING not in [token for sequence in comparing.sequences for token in sequence.token_ids]
+
+
+def test_who_is_announced_again_before_a_step_fails_is_not_told_as_ended_once_more(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, max_in_flight=2, total_blocks=6, chunk_bytes=16, adapter_chunk_bytes=16, kv_watermark=0.0)
+    driver.submit(adapter=driver.file("a", size=32), max_tokens=1)
+    old, young = driver.submit(prompt=3, max_tokens=3), driver.submit(prompt=4, max_tokens=9)
+    for _ in range(3):
+        driver.step()
+    driver.fail_next_step = True
+    preempting = planned(driver)
+    assert (set(computed(preempting)), preempting.ended_request_ids) == ({old}, (young,))
+    driver.fail_load(*driver.loading)  # its chunks are free: the young one can come again at once
+    assert [new.request_id for new in planned(driver).new_requests] == [young]
+    assert old in driver.failed
+    driver.run_until_idle()
+    assert driver.tokens[young] == expected_tokens(driver.prompts[young], 9)
+
+
+def test_a_comparison_does_not_join_the_plan_that_admits_the_last_who_waited_while_one_is_in_flight(
+    driver: Driver,
+) -> None:
+    warm = driver.submit(adapter="a", max_tokens=1)
+    driver.step()
+    driver.finish_loads()
+    driver.run_until_idle()
+    assert driver.finished[warm]
+    first = driver.submit(prompt=3, max_tokens=20)
+    planned(driver)
+    second = driver.submit(prompt=3, max_tokens=20)
+    asked = driver.compare((1, 2, 3), driver.file("a"), driver.file("a"))
+    plan = planned(driver)
+    assert (set(computed(plan)), plan.comparison) == ({first, second}, None)
+    driver.run_until_idle()
+    assert driver.compared[asked].same_top
+    assert driver.scheduler.status().kv_blocks == 0
