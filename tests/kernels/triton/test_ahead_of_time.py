@@ -77,21 +77,31 @@ def test_shrink_of_several_ranges_a_part(capability: int) -> None:
 
 @CONFIGURATIONS
 def test_expand(capability: int, formats: tuple[str, ...]) -> None:
-    """A tile of 4 rows and nibbles has but 8 bytes for each lane of a program; everything else is read in 16."""
     constants = {
         "N0": 4096, "N1": 1024, "N2": 1024, "SLICES": 3, "PARTS": 4, "GROUP_ROWS": 8, "ROWS": 8, "GROUPS": 4, "SIDE": 2,
         "ADD": False, **lora(formats, capability),
     }  # fmt: skip
     compiled = compile_for(expand_kernel, capability, constants, num_warps=2)
     assert_fits(compiled, capability)
-    assert compiled.widths_at("weights = tl.load(") == ({16, 8} if "INT4" in formats else {16})
+    assert compiled.widths_at("weights = tl.load(") == {16}
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-def test_expand_of_prefill(capability: int) -> None:
+@pytest.mark.parametrize("capability", [90, 100])
+def test_expand_of_all_formats_at_once(capability: int) -> None:
+    constants = {
+        "N0": 576, "N1": 192, "N2": 192, "SLICES": 3, "PARTS": 1, "GROUP_ROWS": 8, "ROWS": 8, "GROUPS": 4, "SIDE": 2,
+        "ADD": True, **lora(FORMATS, capability),
+    }  # fmt: skip
+    compiled = compile_for(expand_kernel, capability, constants, num_warps=2)
+    assert_fits(compiled, capability)
+    assert compiled.widths_at("weights = tl.load(") == {16}
+
+
+@pytest.mark.parametrize(("capability", "formats"), [(80, ("INT8",)), (90, MIXED)])
+def test_expand_of_prefill(capability: int, formats: tuple[str, ...]) -> None:
     constants = {
         "N0": 14336, "N1": 14336, "N2": 0, "SLICES": 2, "PARTS": 1, "GROUP_ROWS": 64, "ROWS": 8, "GROUPS": 4, "SIDE": 1,
-        "ADD": True, **lora(("INT8",), capability),
+        "ADD": True, **lora(formats, capability),
     }  # fmt: skip
     compiled = compile_for(expand_kernel, capability, constants, num_warps=2)
     assert_fits(compiled, capability)
@@ -130,7 +140,7 @@ def test_a_model_of_float16(kernel: str) -> None:
             "ADD": True,
         }  # fmt: skip
         compiled = compile_for(expand_kernel, 90, constants | flags, num_warps=2, types=types)
-        assert compiled.widths_at("weights = tl.load(") == {16, 8}
+        assert compiled.widths_at("weights = tl.load(") == {16}
     assert_fits(compiled, 90)
 
 

@@ -45,9 +45,9 @@ ALL = (
 Q_V = ("self_attn.q_proj", "self_attn.v_proj")
 ADAPTERS: list[tuple[str, int, tuple[str, ...]]] = [
     ("int8", 8, ALL),
-    ("int4", 16, ALL),
-    ("BF16", 4, Q_V),
-    ("int8", 64, ("mlp.up_proj", "mlp.down_proj", "self_attn.o_proj")),
+    ("int4", 13, ALL),
+    ("BF16", 3, Q_V),
+    ("int8", 65, ("mlp.up_proj", "mlp.down_proj", "self_attn.o_proj")),
 ]
 INT4 = (1,)
 EXACT = 2e-5
