@@ -146,7 +146,10 @@ class WorkerAdapter:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A worker as the router sees it. `state` is starting, serving, not-serving, draining or unreachable."""
+    """A worker as the router sees it. `state` is starting, serving, not-serving, draining or unreachable.
+
+    `device`, `dtype` (of weights and KV cache) and `base_quantization` (none or int8) are empty where it has not said.
+    """
 
     worker_id: str
     address: str
@@ -163,6 +166,9 @@ class Worker:
     adapters: tuple[WorkerAdapter, ...]
     status_age_s: float
     error: str
+    device: str = ""
+    dtype: str = ""
+    base_quantization: str = ""
 
 
 @dataclass(frozen=True, slots=True)

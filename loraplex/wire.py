@@ -346,4 +346,7 @@ def worker(message: fleet_pb2.Worker) -> Worker:
         ),
         status_age_s=message.status_age.ToNanoseconds() / 1e9,
         error=message.error,
+        device=message.device,
+        dtype=message.dtype,
+        base_quantization=message.base_quantization,
     )

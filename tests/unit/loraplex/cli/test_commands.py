@@ -278,8 +278,12 @@ def test_a_base_is_added_and_listed(run, tiny_base, tmp_path, monkeypatch):
 
 
 def test_workers_are_listed(run):
-    assert "sql (device)" in run("worker", "list").out
-    assert run("worker", "list", "--json").json()["workers"][0]["state"] == "serving"
+    listed = run("worker", "list").out
+    assert "sql (device)" in listed
+    assert "cpu bfloat16, int8 base" in listed
+    (worker,) = run("worker", "list", "--json").json()["workers"]
+    assert worker["state"] == "serving"
+    assert (worker["device"], worker["dtype"], worker["base_quantization"]) == ("cpu", "bfloat16", "int8")
 
 
 def test_the_version_is_the_packages(run):
