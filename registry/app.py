@@ -120,6 +120,7 @@ async def _serve(
             ],
             cluster_guards(settings.cluster_secret),
             outer=[CallInterceptor(metrics.calls, activity)],
+            limits=settings.rpc_limits,
         )
         port = await server.start(settings.host, settings.port)
         async with asyncio.TaskGroup() as tasks:
