@@ -52,6 +52,9 @@ _SCALARS: Final = (
     "block_tokens",
     "max_context_tokens",
     "base_digest",
+    "device",
+    "dtype",
+    "base_quantization",
 )
 
 
