@@ -219,7 +219,7 @@ def test_10_000_random_operations_leak_nothing_and_end_everything(
         (tmp_path / name).write_bytes(name.encode() * size)
     for number in range(10_000):
         kinds = ("submit", "compare", "abort", "load", "fail load", "step", "fail step")
-        match rng.choices(kinds, (15, 1, 2, 12, 1, 70, 0.2))[0]:
+        match rng.choices(kinds, (15, 6, 2, 12, 1, 70, 0.6))[0]:
             case "submit" if len(driver.live) < 40:
                 wanted = rng.choice([None, None, *SIZES])
                 file = None if wanted is None else driver.file(wanted, SIZES[wanted])
