@@ -19,7 +19,7 @@ from worker.adapters.device import BaseShape, DeviceAdapters
 from worker.engine.config import EngineConfig
 from worker.kernels.layout import Arena, AttentionShape
 from worker.kernels.tiles import usable_chunk_bytes
-from worker.kernels.triton.adapters import TablePlacement
+from worker.kernels.triton.adapters import TablePlacer
 from worker.kernels.triton.tile_sizes import usable_chunk_bytes as gpu_chunk_bytes
 
 BASE = "1" * 64
@@ -110,7 +110,7 @@ def load(adapter: PackedAdapter, kv: torch.dtype, file: Path, *, gpu: bool) -> T
     )
     granted = config.chunks_for_adapter(packed_bytes)
     arena = Arena(ATTENTION, num_chunks=granted, dtype=kv, device=torch.device("cpu"))
-    placement = TablePlacement(arena, base.sites(), num_slots=1) if gpu else None
+    placement = TablePlacer(arena, base.sites(), num_slots=1) if gpu else None
     placed = DeviceAdapters(base, arena, num_slots=1, placement=placement).load(0, file, range(granted))
     return Taken(packed_bytes, chunk_bytes, placed.chunks_used, placed.device_bytes)
 
