@@ -11,13 +11,10 @@ Run: python -m bench.gpu_check [--batches 1 8 32 64] [--ranks 16 64] [--seconds 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from functools import partial
 from typing import Final, Literal
 
@@ -26,11 +23,10 @@ import triton
 
 from bench.gpu_checks import DRAWN, checks, drawing
 from bench.gpu_model import LLAMA_8B, TOY, Base, Shapes, attention_alone, fill_slots, lora_alone
-from bench.record import TREE, commit
+from bench.record import record
 from worker.engine.plan import StepPlan
 from worker.kernels.triton.tiles import Format
 
-RESULTS: Final = TREE / "bench" / "results" / "gpu_check.jsonl"
 FORMATS: Final = (Format.BF16, Format.INT8, Format.INT4)
 COLUMNS: Final = ("what", "rank", "format", "batch", "ms", "plain_ms", "of_base", "of_floor", "of_copy")
 """plain_ms: without graphs, or drawn by torch; of_base: the base's step time by this one's; of_floor: this by what its
@@ -103,7 +99,7 @@ class Clock:
 def measure(shapes: Shapes, clock: Clock, args: argparse.Namespace, copy: float, deadline: float) -> Iterator[Row]:
     """Yield one row per measurement: whole steps of the worker's runner, and the kernels by themselves."""
     device, most = clock.device, max(args.batches)
-    chunk = shapes.attention.chunk_bytes(2)
+    chunk = shapes.attention.block_elements * 2
     # 16-bit tiles of the largest rank, with a little for scales and for what chunks leave unused
     room = int(shapes.adapter_elements(max(args.ranks)) * 2 * 1.03 / chunk) + 4
     base = Base(shapes, device, batch=most, adapter_chunks=most * room)
@@ -197,7 +193,8 @@ def main(argv: list[str] | None = None) -> int:
     else:
         device, shapes, name = torch.device("cuda"), LLAMA_8B, torch.cuda.get_device_name()
     torch.manual_seed(0)
-    print(f"{name}, torch {torch.__version__}, triton {triton.__version__}", flush=True)
+    described = f"{name}, torch {torch.__version__}, triton {triton.__version__}"
+    print(described, flush=True)
     with torch.inference_mode():
         found = []
         for check in checks(shapes, device):
@@ -218,21 +215,11 @@ def main(argv: list[str] | None = None) -> int:
         for row in measure(shapes, clock, args, copy, started + args.seconds):
             rows.append(row)
             print(_line(row), flush=True)
-    record = {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": ["python", "-m", "bench.gpu_check", *sys.argv[1:]], "commit": commit(),
-        "machine": {
-            "device": name, "torch": torch.__version__, "triton": triton.__version__,
-            "python": platform.python_version(),
-        },
-        "checks": len(found), "wrong": wrong, "worst_error": worst.error, "copy_bytes_per_s": copy, "rows": rows,
+    summary = {
+        "what": "checks", "checks": len(found), "wrong": wrong, "worst_error": worst.error, "copy_bytes_per_s": copy,
         "seconds": time.monotonic() - started,
     }  # fmt: skip
-    print(json.dumps(record))
-    if not args.no_record:
-        RESULTS.parent.mkdir(parents=True, exist_ok=True)
-        with RESULTS.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+    record("gpu_check", [summary, *rows], device=described, write=not args.no_record)
     return 1 if wrong else 0
 
 

@@ -25,6 +25,7 @@ from worker.kernels.triton.attention import (
     attention_room,
     decode_items,
     prefill_items,
+    queries_per_key,
     rope,
 )
 from worker.kernels.triton.drawing import draw
@@ -97,7 +98,7 @@ def _lora(shapes: Shapes, device: torch.device) -> Iterator[Check]:
     for site, name in ((shapes.sites[0], "qkv"), (shapes.sites[3], "down")):
         slices = len(site.widths)
         kinds = [(fmt, rank) for fmt in Format for rank in ranks] + [(Format.INT8, 40)]
-        chunk_bytes = max(128 * 1024, shapes.attention.chunk_bytes(2))
+        chunk_bytes = max(128 * 1024, shapes.attention.block_elements * 2)
         adapters = [Adapter.uniform(fmt, rank, slices) for fmt, rank in kinds]
         rig = Rig(site.in_features, site.widths, adapters, device=device, chunk_bytes=chunk_bytes)
         slots = [*range(len(kinds)), -1, 0, 0, 1]
@@ -142,7 +143,7 @@ def _attention(shapes: Shapes, device: torch.device) -> Iterator[Check]:
     def expected(q: Tensor, request: int, position: int) -> Tensor:
         ids = order[first[request] :][: blocks_each[request]].long().to(device)
         seen = chunks[ids, layer].float().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : position + len(q)]
-        keys, values = (part.repeat_interleave(shape.per_kv, dim=0) for part in seen)
+        keys, values = (part.repeat_interleave(queries_per_key(shape), dim=0) for part in seen)
         score = torch.einsum("thd,hnd->htn", q.float(), keys) / math.sqrt(shape.head_dim)
         visible = (
             torch.arange(position + len(q), device=device)

@@ -17,12 +17,11 @@ from torch import Tensor
 from bench.lora_parts import random_part
 from worker.adapters.device import BaseShape, DeviceAdapters
 from worker.engine.plan import BASE_SLOT, NewRequest, SequenceStep, StepPlan
-from worker.kernels.layout import BLOCK_TOKENS, Arena, Batch
-from worker.kernels.layout import AttentionShape as ArenaShape
+from worker.kernels.layout import BLOCK_TOKENS, Arena, AttentionShape, Batch
 from worker.kernels.linear import Linear
 from worker.kernels.placing import SiteShape
 from worker.kernels.triton.adapters import TableAdapter
-from worker.kernels.triton.attention import AttentionShape, attention, attention_room
+from worker.kernels.triton.attention import attention, attention_room
 from worker.kernels.triton.backend import FORMATS, TritonKernels
 from worker.kernels.triton.directory import AdapterImage, build_image
 from worker.kernels.triton.lora import LoraConfig, allocate_h, expand, shrink
@@ -56,7 +55,7 @@ class Shapes:
 
     @property
     def attention(self) -> AttentionShape:
-        """Heads and chunk."""
+        """Heads, and the chunk by them."""
         return AttentionShape(self.layers, self.heads, self.kv_heads, self.head_dim)
 
     @property
@@ -125,12 +124,11 @@ class Base:
         )
         head = Linear.plain(random(shapes.vocab, shapes.hidden, std=0.02), None)
         weights = ModelWeights(head, layers, norm, head)
-        self.chunk_bytes = shapes.attention.chunk_bytes(2)
+        self.chunk_bytes = shapes.attention.block_elements * 2
         self.blocks_each = -(-(shapes.context + 1) // BLOCK_TOKENS)
         self.first_adapter_chunk = batch * self.blocks_each
-        arena_shape = ArenaShape(shapes.layers, shapes.heads, shapes.kv_heads, shapes.head_dim)
         chunks = self.first_adapter_chunk + adapter_chunks
-        self.arena = Arena(arena_shape, num_chunks=chunks, dtype=dtype, device=device)
+        self.arena = Arena(shapes.attention, num_chunks=chunks, dtype=dtype, device=device)
         self.arena.kv[: self.first_adapter_chunk].normal_(0, 1)
         cos, sin = (table.to(device) for table in config.rope.tables(config.max_context_tokens))
         self.kernels = TritonKernels(self.arena, cos, sin)

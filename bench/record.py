@@ -14,13 +14,16 @@ from typing import Final
 TREE: Final = Path(__file__).resolve().parent.parent
 
 
-def record(name: str, rows: Sequence[dict[str, object]], *, write: bool = True) -> None:
-    """Print a run of `python -m bench.{name}` as a JSON line, and append it to bench/results/{name}.jsonl."""
+def record(name: str, rows: Sequence[dict[str, object]], *, device: str | None = None, write: bool = True) -> None:
+    """Print a run of `python -m bench.{name}` as a JSON line, and append it to bench/results/{name}.jsonl.
+
+    `device` is what else than the CPUs computed, and the software that matters to it.
+    """
     line = json.dumps(
         {
             "command": " ".join([f"python -m bench.{name}", *sys.argv[1:]]),
-            "commit": commit(),
-            "machine": _machine(),
+            "commit": _commit(),
+            "machine": _machine() if device is None else f"{_machine()}, {device}",
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "rows": rows,
         }
@@ -33,7 +36,7 @@ def record(name: str, rows: Sequence[dict[str, object]], *, write: bool = True) 
             stream.write(line + "\n")
 
 
-def commit() -> str:
+def _commit() -> str:
     """Return what the tree's commit is called, with -dirty behind it where the tree differs."""
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=TREE, capture_output=True, text=True, check=False

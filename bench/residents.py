@@ -1,9 +1,10 @@
 """What a step costs with many resident adapters: 1 000 of rank 8 in INT8 against 32, the same traffic, batches of 32.
 
-Two engines share the machine: one with 32 resident adapters, one with 1 000, all distinct and in the arena. They take
-turns, so that whatever else the machine does meets both. Each turn draws a batch's adapters: `uniform` any, each
-request by itself (so 32 resident ones give some 20 distinct adapters a batch, 1 000 some 31), `distinct` one per
-request, which leaves only what residency itself costs. Times are whole engine steps, frames for the front end included.
+Engines share the machine: one that has never had an adapter, one with 32 resident, one with 1 000, all distinct and in
+the arena. They take turns, so that whatever else the machine does meets all. Each turn draws a batch's adapters:
+`uniform` any, each request by itself (so 32 resident ones give some 20 distinct adapters a batch, 1 000 some 31),
+`distinct` one per request, which leaves only what residency itself costs, `unused` none, which leaves what adapters
+cost those who ask for the base. Times are whole engine steps, frames for the front end included.
 
 Run: python -m bench.residents [--base DIR] [--residents 1000] [--batch 32] [--turns 6] [--no-record]
 """
@@ -34,8 +35,10 @@ STEPS: Final = 8
 """Timed per turn; the first few meet factors that no cache holds."""
 
 
-def draw(rng: random.Random, traffic: str, residents: int, batch: int) -> Sequence[int]:
+def draw(rng: random.Random, traffic: str, residents: int, batch: int) -> Sequence[int | None]:
     """Return a batch's adapters."""
+    if traffic == "unused":
+        return [None] * batch
     if traffic == "distinct":
         return rng.sample(range(residents), batch)
     return [rng.randrange(residents) for _ in range(batch)]
@@ -49,7 +52,7 @@ def measure(engines: dict[int, InProcessEngine], traffic: str, batch: int, turns
     for turn in range(turns):
         for residents in sorted(engines, reverse=bool(turn % 2)):
             adapters = draw(rng, traffic, residents, batch)
-            distinct[residents].append(len(set(adapters)))
+            distinct[residents].append(len(set(adapters) - {None}))
             seconds[residents].append(engines[residents].steps(adapters, STEPS))
     medians = {residents: [statistics.median(steps) for steps in taken] for residents, taken in seconds.items()}
     first = medians[min(engines)]
@@ -62,7 +65,7 @@ def measure(engines: dict[int, InProcessEngine], traffic: str, batch: int, turns
             "step_ms": round(statistics.median(medians[residents]) * 1e3, 2),
             "fastest_ms": round(min(map(min, taken)) * 1e3, 2),
             "slowest_ms": round(max(map(max, taken)) * 1e3, 1),
-            "of_few": round(statistics.median(m / f for m, f in zip(medians[residents], first, strict=True)), 3),
+            "of_first": round(statistics.median(m / f for m, f in zip(medians[residents], first, strict=True)), 3),
         }
         for residents, taken in seconds.items()
     ]
@@ -88,12 +91,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="loraplex-bench-") as scratch:
         template = AdapterTemplate.make(base, rank=args.rank, scratch=Path(scratch))
         engines: dict[int, InProcessEngine] = {}
-        for residents in (FEW, args.residents):
+        for residents in (0, FEW, args.residents):
             started_s = time.monotonic()
             engines[residents] = InProcessEngine.open(
                 base,
                 template,
-                residents=residents,
+                residents=max(residents, 1),
                 batch=args.batch,
                 dtype=args.dtype,
                 threads=args.threads,
@@ -101,13 +104,15 @@ def main() -> int:
             )
             engines[residents].load(residents)
             print(f"{residents} adapters are resident after {time.monotonic() - started_s:.1f} s", flush=True)
-        for traffic in ("distinct", "uniform"):
-            found = measure(engines, traffic, args.batch, args.turns)
+        for traffic in ("unused", "distinct", "uniform"):
+            sides = {count: engine for count, engine in engines.items() if count or traffic == "unused"}
+            found = measure(sides, traffic, args.batch, args.turns)
             rows += found
             for row in found:
                 print(json.dumps(row))
-            ratio = found[-1]["of_few"]
-            print(f"{traffic}: a step with {args.residents} resident adapters takes {ratio} of one with {FEW}")
+            for row in found[1:]:
+                said = f"a step with {row['residents']} resident adapters takes {row['of_first']} of one with"
+                print(f"{traffic}: {said} {min(sides) or 'none'}", flush=True)
     record("residents", rows, write=not args.no_record)
     return 0
 

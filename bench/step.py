@@ -33,7 +33,7 @@ from worker.cores import usable_cores
 from worker.engine.plan import BASE_SLOT, NewRequest, SequenceStep, StepPlan
 from worker.kernels.cpu.backend import CpuBackend
 from worker.kernels.cpu.pool import Pool
-from worker.kernels.cpu.program import Op
+from worker.kernels.cpu.program import OPERATION, Op
 from worker.mailbox import Sampling
 from worker.model.runner import ModelRunner
 
@@ -60,8 +60,8 @@ class ProfilingPool(Pool):
         super().run(program)
         # All of a kind as one program: to start one takes longer than most operations do. What they compute this time
         # is of no use.
-        for kind in np.unique(program[:, 0]):
-            operations = np.ascontiguousarray(program[program[:, 0] == kind])
+        for kind in np.unique(program[:, OPERATION]):
+            operations = np.ascontiguousarray(program[program[:, OPERATION] == kind])
             started_s = time.perf_counter()
             super().run(operations)
             name = Op(int(kind)).name.lower()

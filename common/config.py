@@ -17,6 +17,7 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
 from common.http_connection import HttpLimits
+from common.rpc_limits import RpcLimits
 from common.secret_settings import SharedEnvironment, TokenFile, TokenSecret, is_secret, on_command_line, shared_name
 from common.telemetry import LogFormat
 from loraplex.address import parse_address
@@ -78,6 +79,13 @@ class ServiceSettings(BaseSettings):
         4096, description="open HTTP connections at most; beyond, those that wait for their client are closed"
     )
 
+    max_grpc_connections: Annotated[int, Field(ge=1)] = Field(
+        RpcLimits().max_connections, description="open gRPC connections at most; more are closed at once"
+    )
+    max_grpc_calls: Annotated[int, Field(ge=1)] = Field(
+        RpcLimits().max_calls, description="gRPC calls open at a time, watches included; more are refused"
+    )
+
     @model_validator(mode="after")
     def _loopback_or_guarded(self) -> Self:
         if self.cluster_token and self.cluster_token_file:
@@ -94,6 +102,11 @@ class ServiceSettings(BaseSettings):
     def http_limits(self) -> HttpLimits:
         """What clients of the HTTP port may take."""
         return HttpLimits(self.http_read_timeout_s, self.max_http_connections)
+
+    @property
+    def rpc_limits(self) -> RpcLimits:
+        """What callers of the gRPC port may take."""
+        return RpcLimits(self.max_grpc_connections, self.max_grpc_calls)
 
     @property
     def cluster_secret(self) -> str | None:

@@ -19,6 +19,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
+from common.rpc_limits import OpenCalls, RpcLimits
 from common.trace_rpc import TraceInterceptor
 from loraplex.calls import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
 from loraplex.errors import FailedPrecondition, LoraplexError, to_status
@@ -58,7 +59,10 @@ def _status_of(error: Exception, method: str) -> Any:
 
 
 class ErrorInterceptor(aio.ServerInterceptor):
-    """Turns what handlers raise into statuses."""
+    """Turns what handlers raise into statuses, and refuses calls beyond those that may be open at a time."""
+
+    def __init__(self, calls: OpenCalls) -> None:
+        self._calls = calls
 
     async def intercept_service(
         self,
@@ -75,6 +79,7 @@ class ErrorInterceptor(aio.ServerInterceptor):
 
             async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
                 try:
+                    self._calls.begin(method, context)
                     async for response in inner_stream(request, context):
                         yield response
                 except (aio.AbortError, asyncio.CancelledError):
@@ -84,6 +89,7 @@ class ErrorInterceptor(aio.ServerInterceptor):
 
             async def written(request: Any, context: Any) -> None:  # handlers that write themselves, as health's Watch
                 try:
+                    self._calls.begin(method, context)
                     await inner_stream(request, context)
                 except (aio.AbortError, asyncio.CancelledError):
                     raise
@@ -99,6 +105,7 @@ class ErrorInterceptor(aio.ServerInterceptor):
 
         async def unary(request: Any, context: Any) -> Any:
             try:
+                self._calls.begin(method, context)
                 return await inner_unary(request, context)
             except (aio.AbortError, asyncio.CancelledError):
                 raise
@@ -151,10 +158,13 @@ class Server:
         guards: Sequence[aio.ServerInterceptor] = (),
         *,
         outer: Sequence[aio.ServerInterceptor] = (),
+        limits: RpcLimits | None = None,
     ) -> None:
         """`outer` interceptors are around the error mapping, the first outermost; `guards` are inside it."""
+        limits = limits or RpcLimits()
+        errors = ErrorInterceptor(OpenCalls(limits.max_calls))
         self._server = aio.server(
-            interceptors=[*outer, ErrorInterceptor(), TraceInterceptor(), *guards], options=list(_SERVER_OPTIONS)
+            interceptors=[*outer, errors, TraceInterceptor(), *guards], options=[*_SERVER_OPTIONS, *limits.options()]
         )
         self._names = ["", *(service.full_name for service in services)]
         for add in register:

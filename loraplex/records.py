@@ -33,7 +33,8 @@ class AdapterVersion:
 class PackingReport:
     """What packing a version made of it.
 
-    `sizes` are bytes of the file by format: of the version's own and of none measured, of others reckoned from shapes.
+    `sizes` are bytes of the file by format: of the version's own and of none measured, of those in `estimated_sizes`
+    reckoned from shapes.
     `errors` are (module, relative error of its weight change), worst first; of old versions the worst only.
     """
 
@@ -42,6 +43,8 @@ class PackingReport:
     sizes: dict[str, int]
     mean_error: float
     errors: tuple[tuple[str, float], ...]
+    estimated_sizes: tuple[str, ...] = ()
+    """Formats in `sizes` that the version is not packed in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +149,10 @@ class WorkerAdapter:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A worker as the router sees it. `state` is starting, serving, not-serving, draining or unreachable."""
+    """A worker as the router sees it. `state` is starting, serving, not-serving, draining or unreachable.
+
+    `device`, `dtype` (of weights and KV cache) and `base_quantization` (none or int8) are empty where it has not said.
+    """
 
     worker_id: str
     address: str
@@ -163,6 +169,9 @@ class Worker:
     adapters: tuple[WorkerAdapter, ...]
     status_age_s: float
     error: str
+    device: str = ""
+    dtype: str = ""
+    base_quantization: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,12 +197,14 @@ def quantization(name: str) -> adapter_pb2.AdapterFormat.ValueType:
 
 def packing_report(message: adapter_pb2.PackingReport) -> PackingReport:
     """Return the value of the message."""
+    sizes = {size.format: size.size_bytes for size in message.sizes}
     return PackingReport(
         version_digest=message.version_digest,
         format=message.format,
-        sizes={size.format: size.size_bytes for size in message.sizes},
+        sizes=sizes,
         mean_error=message.mean_error,
         errors=tuple((entry.module, entry.relative_error) for entry in message.modules),
+        estimated_sizes=tuple(form for form in sizes if form not in ("none", message.format)),
     )
 
 
@@ -346,4 +348,7 @@ def worker(message: fleet_pb2.Worker) -> Worker:
         ),
         status_age_s=message.status_age.ToNanoseconds() / 1e9,
         error=message.error,
+        device=message.device,
+        dtype=message.dtype,
+        base_quantization=message.base_quantization,
     )

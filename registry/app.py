@@ -36,6 +36,7 @@ from registry.service.adapters import Adapters
 from registry.service.api_keys import ApiKeys, ensure_bootstrap_key
 from registry.service.base_models import BaseModels
 from registry.service.garbage import collect
+from registry.service.missing import warn_of_missing
 from registry.service.repacking import Repacking
 from registry.service.retirement import Retirement
 from registry.service.uploads import Uploads
@@ -96,7 +97,9 @@ async def _serve(
         with reserve.lent():
             await asyncio.to_thread(artifacts.open)
             await migrate(engine)
-            await collect(store, artifacts, set(await asyncio.to_thread(lambda: list(artifacts.digests()))))
+            present = set(await asyncio.to_thread(lambda: list(artifacts.digests())))
+            await collect(store, artifacts, present)
+            await warn_of_missing(store, artifacts, present)
             if settings.bootstrap_key is not None:
                 await ensure_bootstrap_key(store, settings.bootstrap_key.get_secret_value())
         retirement = Retirement(store, artifacts, settings.artifact_grace_s)
@@ -120,6 +123,7 @@ async def _serve(
             ],
             cluster_guards(settings.cluster_secret),
             outer=[CallInterceptor(metrics.calls, activity)],
+            limits=settings.rpc_limits,
         )
         port = await server.start(settings.host, settings.port)
         async with asyncio.TaskGroup() as tasks:

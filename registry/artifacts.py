@@ -12,11 +12,16 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Final
 
 from common.disk import is_full, sync_folder
 from loraplex.digests import is_digest
-from loraplex.errors import ArtifactNotFound, InvalidParameter, NoSpace
+from loraplex.errors import ArtifactNotFound, ArtifactUnreachable, InvalidParameter, NoSpace
+
+MISSING_REMEDY: Final = (
+    "a database belongs to one registry and its folder: stop the other registry on it, give back the folder that has "
+    "the file, or register the adapter again (loraplex adapter add)"
+)
 
 
 class ArtifactFolder:
@@ -32,6 +37,19 @@ class ArtifactFolder:
             self._artifacts.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(self._incoming, ignore_errors=True)
             self._incoming.mkdir(exist_ok=True)
+
+    @property
+    def folder(self) -> Path:
+        """Where the artifacts are."""
+        return self._artifacts
+
+    def missing(self, digest: str) -> ArtifactUnreachable:
+        """Return the error for an artifact of a registered version that is not here."""
+        return ArtifactUnreachable(
+            f"artifact {digest} is registered, but its file is not in this registry's folder {self._artifacts}; "
+            f"{MISSING_REMEDY}",
+            artifact_digest=digest,
+        )
 
     def new_incoming(self) -> Path:
         """Make a folder for one upload; the caller removes it."""
@@ -77,10 +95,10 @@ class ArtifactFolder:
         return stream, os.fstat(stream.fileno()).st_size
 
     def file(self, digest: str) -> Path:
-        """Return where an artifact lies. Raises ArtifactNotFound."""
+        """Return where an artifact of a registered version lies. Raises ArtifactUnreachable where it is missing."""
         file = self._path(digest)
         if not file.is_file():
-            raise ArtifactNotFound(f"no artifact {digest} is stored here", artifact_digest=digest)
+            raise self.missing(digest)
         return file
 
     def remove(self, digest: str) -> None:

@@ -61,7 +61,8 @@ def make_version(
 def repack(version: VersionRecord, wanted: Wanted, folder: Path, artifacts: ArtifactFolder) -> PackedVersion:
     """Pack a version again from its exact factors.
 
-    Raises ArtifactNotFound or CorruptArtifact where those are lost, UnsupportedAdapter and NoSpace as `make_version`.
+    Raises ArtifactUnreachable or CorruptArtifact where those are lost, and UnsupportedAdapter and NoSpace as
+    `make_version` does.
     """
     source = artifacts.file(version.source_digest)
     adapter = open_packed(source)

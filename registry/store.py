@@ -165,6 +165,12 @@ class Reader:
         )
         return Totals(*(int(count) for count in (await self._connection.execute(counts)).one()))
 
+    async def artifact_digests(self) -> set[str]:
+        """Return the digests of all artifacts that versions name, as their artifact or their source."""
+        columns = (VERSIONS.c.artifact_digest, VERSIONS.c.source_digest)
+        query = sa.union(*(sa.select(column).where(column != "") for column in columns))
+        return set((await self._connection.execute(query)).scalars())
+
     async def referenced(self, artifact_digests: Collection[str]) -> set[str]:
         """Return those of the digests that some version names, as its artifact or its source."""
         found: set[str] = set()

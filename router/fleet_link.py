@@ -189,4 +189,7 @@ class Link:
             total_blocks=status.total_blocks,
             status_age_s=age_s,
             error=self.error,
+            device=status.device,
+            dtype=status.dtype,
+            base_quantization=status.base_quantization,
         )

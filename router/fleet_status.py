@@ -26,6 +26,9 @@ _PLAIN_FIELDS: Final = (
     "free_blocks",
     "total_blocks",
     "max_context_tokens",
+    "device",
+    "dtype",
+    "base_quantization",
 )
 _TIERS: Final = frozenset(int(tier) for tier in Tier)
 
@@ -47,6 +50,9 @@ class WorkerStatus:
     free_blocks: int = 0
     total_blocks: int = 0
     max_context_tokens: int | None = None
+    device: str = ""
+    dtype: str = ""
+    base_quantization: str = ""
     adapters: Mapping[str, Residency] = field(default_factory=lambda: NO_ADAPTERS)
 
     def merged(self, message: worker_pb2.WatchStatusResponse) -> WorkerStatus:

@@ -76,6 +76,9 @@ class WorkerView:
     total_blocks: int = 0
     status_age_s: float = 0.0
     error: str = ""
+    device: str = ""
+    dtype: str = ""
+    base_quantization: str = ""
 
 
 @dataclass(frozen=True, slots=True)

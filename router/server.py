@@ -82,6 +82,7 @@ class Router:
                 fleet_pb2.DESCRIPTOR.services_by_name["FleetService"],
             ],
             outer=[CallInterceptor(CallMetrics(self.metrics.registry), self._activity)],
+            limits=settings.rpc_limits,
         )
         admin = Admin(self.why_not_ready, self.metrics.read, self._resources)
         app = make_app(

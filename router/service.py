@@ -221,6 +221,9 @@ def to_worker(view: WorkerView, names: Mapping[str, Sequence[str]]) -> fleet_pb2
         total_blocks=view.total_blocks,
         adapters=adapters,
         error=view.error,
+        device=view.device,
+        dtype=view.dtype,
+        base_quantization=view.base_quantization,
     )
     worker.status_age.FromNanoseconds(int(view.status_age_s * 1e9))
     return worker

@@ -24,6 +24,7 @@ from pathlib import Path
 from loraplex.errors import CorruptArtifact
 from worker.engine.plan import (
     BASE_SLOT,
+    PENDING,
     AdapterLoad,
     ComparedPositions,
     ComparisonStep,
@@ -46,6 +47,21 @@ class Trigger(IntEnum):
     NOT_FINITE = 99  # every sampled token comes from logits that are NaN
 
 
+@dataclass(frozen=True)
+class Started:
+    """A step whose outcome is told when it is asked for, after a while."""
+
+    outcome: StepResult | Exception
+    seconds: float = 0.0
+
+    def result(self) -> StepResult:
+        if self.seconds:
+            time.sleep(self.seconds)
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+
 @dataclass
 class _Sequence:
     new: NewRequest
@@ -55,6 +71,7 @@ class _Sequence:
     blocks: tuple[int, ...] = ()
     slot: int | None = None
     adapter: bytes = b""  # by identity: another load of equal bytes is another adapter
+    sampled_in: int = -1  # number of steps started when it was last sampled
 
 
 def next_token(tokens: Sequence[int], adapter: bytes, vocab_size: int, eos: int) -> int:
@@ -117,17 +134,31 @@ class FakeRunner:
         self.plans: list[StepPlan] = []
         self.keep_plans = False
         self._lock = threading.Lock()
+        self._started = 0
+        self._lost: set[int] = set()  # requests of the last step, if that failed
         self._doubtful: set[int] = set()  # requests of a plan that failed: their end may be told twice
 
     def calibrate(self) -> tuple[float, float]:
         return self.prefill_rate, self.decode_rate
 
+    def start(self, plan: StepPlan) -> Started:
+        """Compute at once, as the device does in the end, and tell later; a broken invariant is raised here."""
+        self._started += 1
+        lost, self._lost = self._lost, {step.request_id for step in plan.sequences}
+        self._doubtful |= self._lost | set(plan.ended_request_ids)
+        if lost & self._lost:
+            return Started(RuntimeError("the step that this one goes on from has failed"), self.step_s)
+        try:
+            result = self.execute(plan)
+        except RuntimeError as error:
+            return Started(error, self.step_s)
+        self._lost = set()
+        return Started(result, self.step_s)
+
     def execute(self, plan: StepPlan) -> StepResult:
         if self.keep_plans:
             self.plans.append(plan)
         self._begin(plan)
-        if self.step_s:
-            time.sleep(self.step_s)
         self._obey(plan)
         sampled = tuple([s for step in plan.sequences if (s := self._compute(step)) is not None])
         broken = [s.request_id for s in sampled if self._is_broken(s.request_id)]
@@ -187,7 +218,11 @@ class FakeRunner:
             assert step.position > sequence.computed, "what is computed is computed again"
             sequence.computed = step.position  # what lies before was computed for another request, see below
         assert step.position == sequence.computed, "positions are not contiguous: KV is read before it is written"
-        assert list(step.token_ids) == sequence.tokens[step.position : end], "tokens differ from the known ones"
+        known = sequence.tokens[step.position : end]
+        if step.token_ids[-1] == PENDING:
+            assert sequence.sampled_in == self._started - 1, "a token is pending that the last step has not chosen"
+            known[-1] = PENDING
+        assert list(step.token_ids) == known, "tokens differ from the known ones"
         assert step.sample == (end == len(sequence.tokens)), "sampling before, or not at, the last known token"
         assert len(step.block_ids) == -(-end // self.block_tokens), "wrong number of KV blocks"
         assert step.block_ids[: len(sequence.blocks)] == sequence.blocks, "the KV blocks of a request changed"
@@ -266,6 +301,7 @@ class FakeRunner:
         if self.triggers and prompt[0] == Trigger.EOS_SOON and len(sequence.tokens) == len(prompt) + 3:
             token = self.eos_token
         sequence.tokens.append(token)
+        sequence.sampled_in = self._started
         alternatives = sequence.new.sampling.logprobs
         logprobs: tuple[SampledLogprobs, ...] = ()
         if alternatives >= 0:

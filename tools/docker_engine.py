@@ -1,6 +1,7 @@
 """A Docker engine to test with: the one that runs, else one started here for as long as it is needed.
 
-An engine that runs is used and otherwise left alone; one started here ends with this process, however that ends.
+An engine that runs is used and otherwise left alone; one started here ends with this process, however that ends, and
+what it made in the machine's network goes with it (`tools.engine_traces`), unless the process is killed outright.
 What is run on it: `tools.engine_images`; whether it runs anything at all: `tools.engine_probe`.
 """
 
@@ -14,6 +15,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
+
+from tools.engine_traces import network_left_as_found
 
 _ANSWER_S: Final = 30.0
 _START_S: Final = 60.0
@@ -63,7 +66,7 @@ def running_engine(folder: Path) -> Iterator[dict[str, str]]:
     if (free := shutil.disk_usage(folder).free) < _DISK_BYTES:
         raise NoEngine(f"{folder} has {free / 1e9:.0f} GB free, and the images need up to {_DISK_BYTES / 1e9:.0f}")
     environment["DOCKER_HOST"] = f"unix://{folder}/docker.sock"
-    with _started(folder, environment):
+    with network_left_as_found(), _started(folder, environment):
         print(f"started a Docker engine of our own in {folder}", flush=True)
         yield environment
 

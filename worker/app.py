@@ -91,7 +91,13 @@ class WorkerApp:
             )
         )
         calls = CallInterceptor(self._metrics.calls, self._activity)
-        self._server = Server([self._register], [_SERVICE], cluster_guards(settings.cluster_secret), outer=[calls])
+        self._server = Server(
+            [self._register],
+            [_SERVICE],
+            cluster_guards(settings.cluster_secret),
+            outer=[calls],
+            limits=settings.rpc_limits,
+        )
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop`, then drain.

@@ -84,6 +84,7 @@ class EngineOptions:
     mixed_batch_ratio: float
     prefix_cache: bool
     cuda_graphs: bool
+    async_scheduling: bool | None
     threads: int | None
     log_level: str
     log_format: LogFormat
@@ -108,6 +109,9 @@ def parse_options(argv: Sequence[str]) -> EngineOptions:
     parser.add_argument("--mixed-batch-ratio", type=float, default=1.0, help="share that runs with mixed adapters")
     parser.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--cuda-graphs", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument(
+        "--async-scheduling", action=argparse.BooleanOptionalAction, default=None, help="default: on a GPU"
+    )
     parser.add_argument("--threads", type=_positive, default=None, help="computing threads; default: one a core")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--log-format", default="auto", choices=["auto", "console", "json"])
@@ -127,7 +131,9 @@ def run_engine(options: EngineOptions, open_runner: Callable[[EngineOptions], Op
         rates = StepRates(ready.prefill_tokens_per_second, ready.decode_tokens_per_second)
         loader = Loader(runner.prepare_adapter, inbox.wake)
         try:
-            EngineLoop(runner, Scheduler(config, rates), inbox, loader, describe=describe).run()
+            ahead = runner.device != "cpu" if options.async_scheduling is None else options.async_scheduling
+            scheduler = Scheduler(config, rates)
+            EngineLoop(runner, scheduler, inbox, loader, describe=describe, async_scheduling=ahead).run()
         finally:
             loader.close(timeout_s=_LOADER_JOIN_S)
     except MailboxClosed:

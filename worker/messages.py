@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Final
 
+from loraplex.types.v1.evaluation_pb2 import Evaluation, EvaluationProgress
 from loraplex.types.v1.generation_pb2 import (
     AdapterTier,
     ChoiceFinished,
@@ -15,7 +17,14 @@ from loraplex.types.v1.generation_pb2 import (
     TokenLogprob,
     Usage,
 )
-from loraplex.worker.v1.worker_pb2 import AdapterResidency, GenerateResponse, WatchStatusResponse, WorkerState
+from loraplex.worker.v1.worker_pb2 import (
+    AdapterResidency,
+    EvaluateAdapterResponse,
+    GenerateResponse,
+    WatchStatusResponse,
+    WorkerState,
+)
+from worker.evaluation.outcome import Outcome, Progress
 from worker.generation import FINISHED_BY_STOP, ChoiceEnd, TextDelta
 from worker.mailbox import Position, Timing
 from worker.status import AdapterStatus, State, Tier, WorkerStatus
@@ -43,6 +52,9 @@ _SCALARS: Final = (
     "block_tokens",
     "max_context_tokens",
     "base_digest",
+    "device",
+    "dtype",
+    "base_quantization",
 )
 
 
@@ -112,6 +124,13 @@ def finished_message(
     """Return the last message of a successful stream."""
     usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, cached_tokens=cached_tokens)
     return GenerateResponse(finished=Finished(usage=usage, facts=facts))
+
+
+def evaluation_message(event: Progress | Outcome) -> EvaluateAdapterResponse:
+    """Return the message of an evaluation's progress or outcome, whose fields are the values'."""
+    if isinstance(event, Progress):
+        return EvaluateAdapterResponse(progress=EvaluationProgress(**asdict(event)))
+    return EvaluateAdapterResponse(evaluation=Evaluation(**asdict(event)))
 
 
 def status_message(previous: WorkerStatus | None, status: WorkerStatus) -> WatchStatusResponse:

@@ -11,7 +11,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Final
 
 import structlog
 from grpc import aio
@@ -30,8 +29,9 @@ from loraplex.worker.v1.worker_pb2 import (
 from loraplex.worker.v1.worker_pb2_grpc import WorkerServiceServicer
 from worker import mailbox
 from worker.adapters.store import AdapterStore, Lease
-from worker.adapters.versions import Versions
+from worker.adapters.versions import UNREADABLE_FILE, Versions
 from worker.admission import Admission, Ticket
+from worker.deadline import time_to_wait
 from worker.engine_client import EngineClient, EngineState
 from worker.evaluation.evaluator import Evaluator
 from worker.evaluation.requests import check_evaluation
@@ -39,6 +39,7 @@ from worker.generation import ChoiceEnd, Generation, StreamLimits, TextDelta
 from worker.messages import (
     choice_end_message,
     delta_message,
+    evaluation_message,
     finished_message,
     serving_facts,
     status_message,
@@ -53,13 +54,6 @@ from worker.text.model import TextModel, too_long
 from worker.traces import EngineTrace, describe_answer, describe_request
 
 log = structlog.get_logger(__name__)
-
-_UNREADABLE_FILE: Final = frozenset({"CORRUPT_ARTIFACT", "ARTIFACT_UNREACHABLE"})
-"""Reasons by which the engine says that an adapter's file is not what it was when it was verified."""
-
-_ANSWER_RESERVE: Final = 0.1
-"""Share of the time left that is kept to tell the caller why an adapter did not come, at most `_ANSWER_RESERVE_S`."""
-_ANSWER_RESERVE_S: Final = 0.5
 
 Context = aio.ServicerContext[GenerateRequest, GenerateResponse]
 
@@ -263,8 +257,8 @@ class WorkerService(WorkerServiceServicer):
         # As in Generate: a handler that is suspended in a write hears late that its client has left.
         context.add_done_callback(lambda _: run.end())  # type: ignore[arg-type] # the stubs name a class here
         try:
-            async for message in self._evaluator.events(run, base.digest, ready):
-                yield message
+            async for event in self._evaluator.events(run, base.digest, ready):
+                yield evaluation_message(event)
         finally:
             run.end()
 
@@ -280,7 +274,7 @@ class WorkerService(WorkerServiceServicer):
 
     async def _acquire(self, artifact_digest: str, remaining_s: float | None) -> Lease:
         """Lease an adapter's file, leaving time to say so where it does not come before the caller's deadline."""
-        within_s = None if remaining_s is None else remaining_s - min(_ANSWER_RESERVE_S, _ANSWER_RESERVE * remaining_s)
+        within_s = None if remaining_s is None else time_to_wait(remaining_s)
         try:
             async with asyncio.timeout(within_s):
                 return await self._parts.store.acquire(artifact_digest)
@@ -303,7 +297,7 @@ class WorkerService(WorkerServiceServicer):
         return self._base, engine.ready
 
     def _doubt(self, artifact_digest: str, reason: str) -> None:
-        if reason in _UNREADABLE_FILE:
+        if reason in UNREADABLE_FILE:
             self._parts.store.distrust(artifact_digest)
 
 

@@ -73,6 +73,10 @@ class WorkerSettings(AdminSettings):
     cuda_graphs: bool = Field(
         True, description="on a GPU run answers' steps as captured graphs; off saves start-up time and some memory"
     )
+    async_scheduling: bool | None = Field(
+        None,
+        description="plan the next step while one runs (default: on a GPU; on a CPU both would share the cores)",
+    )
     threads: Count | None = Field(None, description="threads that compute (default: one for each core that it may use)")
     engine_silence_s: Annotated[float, Field(gt=0, le=86_400)] = Field(
         300.0, description="seconds the engine may say nothing while it has requests before it is killed and restarted"
@@ -106,4 +110,6 @@ class WorkerSettings(AdminSettings):
         flags = [text for name, value in options.items() if value is not None for text in (f"--{name}", str(value))]
         flags.append("--prefix-cache" if self.prefix_cache else "--no-prefix-cache")
         flags.append("--cuda-graphs" if self.cuda_graphs else "--no-cuda-graphs")
+        if self.async_scheduling is not None:
+            flags.append("--async-scheduling" if self.async_scheduling else "--no-async-scheduling")
         return [sys.executable, "-m", "worker.engine_process", *flags]

@@ -64,6 +64,10 @@ class WorkerStatus:
     total_blocks: int = 0
     block_tokens: int = 0
     max_context_tokens: int = 0
+    device: str = ""
+    dtype: str = ""
+    base_quantization: str = ""
+    """How the base's matrices are kept. This, `device` and `dtype` are empty while no engine is ready."""
     kv_blocks: int = 0
     """Chunks that requests hold as KV blocks."""
     adapter_chunks: int = 0
@@ -158,6 +162,9 @@ def assemble(
         total_blocks=ready.total_blocks if ready is not None else 0,
         block_tokens=ready.block_tokens if ready is not None else 0,
         max_context_tokens=ready.max_context_tokens if ready is not None else 0,
+        device=ready.device if ready is not None else "",
+        dtype=ready.dtype if ready is not None else "",
+        base_quantization=ready.base_quantization if ready is not None else "",
         kv_blocks=engine.kv_blocks if engine is not None else 0,
         adapter_chunks=engine.adapter_chunks if engine is not None else 0,
         prefix_blocks=engine.prefix_blocks if engine is not None else 0,

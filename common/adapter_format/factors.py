@@ -33,8 +33,10 @@ def relative_errors(factors: Factors, off: Factors, weights: NDArray[np.float64]
 
     â = a + `off.a`, b̂ = b + `off.b`, and W is diagonal with `weights` [M, R]. Exact, without forming the products: the
     difference is b̂ᵀ W off.a + off.bᵀ W a, whose norm follows from R x R Gram matrices, and neither term subtracts
-    nearly equal numbers.
+    nearly equal numbers. Only the ratios of a module's weights count, so that none is too small for its square.
     """
+    exponents = np.frexp(np.abs(weights).max(axis=1, keepdims=True))[1]
+    weights = np.ldexp(weights, -exponents)
     left = np.concatenate([factors.b + off.b, off.b], axis=1)
     right = np.concatenate([off.a, factors.a], axis=1)
     twice = np.concatenate([weights, weights], axis=1)

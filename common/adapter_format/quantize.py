@@ -38,6 +38,8 @@ _STACK_VALUES: Final = 2**22  # quantized at a time: bounds the memory, and the 
 _MAX_ROTATED_RANK: Final = 256
 _F16_TOLERANCE: Final = 2.0**-9  # of a row's largest scale: far below what int4 loses
 _USUAL_EXPONENTS: Final = 64  # sizes whose squares and quotients float32 can hold
+_LEAST_SCALE: Final = 2.0**-600  # times float32 factors: lost in every format, and still a number in float64
+_LEAST_NORMAL: Final = float(np.finfo(np.float32).tiny)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +105,18 @@ def _stacks(modules: Sequence[PackedModule]) -> Iterator[_Stack]:
             some = [modules[at] for at in places[start : start + size]]
             a = np.stack([widen(module.a, module.dtype) for module in some])
             b = np.stack([widen(module.b.T, module.dtype) for module in some])
-            scales = np.array([module.scale for module in some])
+            scales = _told_apart_from_zero(np.array([module.scale for module in some], np.float64))
             names = tuple(module.name for module in some)
             yield _Stack(tuple(places[start : start + size]), names, scales, Factors(a, b))
+
+
+def _told_apart_from_zero(scales: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return scales of which none but 0 makes products of float32 factors that are 0 in float64.
+
+    What they scale cannot be stored either way, but that it is lost is told.
+    """
+    lifted = np.copysign(np.maximum(np.abs(scales), _LEAST_SCALE), scales)
+    return np.where(scales == 0, scales, lifted)
 
 
 def _int8(stack: _Stack) -> Iterator[tuple[int, Candidate]]:
@@ -143,10 +154,20 @@ def _int8_rows(
     if not np.isfinite(largest).all():
         raise _too_large(names[int(np.argmin(np.isfinite(largest).all(axis=1)))], FORMAT_INT8)
     rows = [Rounded(*each) for each in zip(a_values, b_values, a_steps, b_steps, weights, strict=True)]
+    b_told = b_steps * _kept(a_steps * b_steps * weights)
     off = Factors(
-        a_values * a_steps[..., None].astype(np.float32) - a, b_values * b_steps[..., None].astype(np.float32) - b
+        a_values * a_steps[..., None].astype(np.float32) - a, b_values * b_told[..., None].astype(np.float32) - b
     )
     return rows, off, Factors(a, b)
+
+
+def _kept(scales: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return what float32 keeps of `scales`, as a share of each: 0 of the smallest, some digits of the next smallest.
+
+    1 for all others, whose rounding is far below what int8 loses.
+    """
+    small = np.abs(scales) < _LEAST_NORMAL
+    return np.divide(scales.astype(np.float32), scales, out=np.ones_like(scales), where=small & (scales != 0))
 
 
 def _int8_part(rows: Rounded) -> PackedPart:

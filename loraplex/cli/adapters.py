@@ -12,7 +12,6 @@ from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
-    MofNCompleteColumn,
     Progress,
     TextColumn,
     TransferSpeedColumn,
@@ -183,18 +182,9 @@ def evaluate(
     Fixed prompts are answered by the exact adapter; at every token of these answers the packed one is asked what comes
     next, and compared. Clients' requests go first.
     """
-    console = output.stderr()
-    bar = Progress(
-        TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TextColumn("prompts"),
-        console=console, transient=True, disable=as_json or not console.is_terminal,
-    )  # fmt: skip
-    with Client(router, registry) as client, bar:
-        task = bar.add_task("evaluate", total=None)
+    with Client(router, registry) as client, evaluated.progress(name, quiet=as_json) as progress:
         evaluation = client.evaluate_adapter(
-            name,
-            quantization=quantization or "",
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-            timeout_s=timeout_s,
+            name, quantization=quantization or "", progress=progress, timeout_s=timeout_s
         )
     if as_json:
         output.print_json(evaluation)
@@ -256,9 +246,13 @@ def _print_version(version: AdapterVersion, report: PackingReport | None, evalua
     if evaluation:
         lines.append(("answers", evaluated.in_words(evaluation)))
     if report:
-        lines.append(("sizes", ", ".join(f"{form} {output.size(size)}" for form, size in report.sizes.items())))
+        lines.append(("sizes", ", ".join(_size(form, report) for form in report.sizes)))
     for label, value in lines:
         output.stdout().print(f"  {label:<9}{escape(value)}")
+
+
+def _size(form: str, report: PackingReport) -> str:
+    return f"{form} {'~' if form in report.estimated_sizes else ''}{output.size(report.sizes[form])}"
 
 
 def _wait_for_router(client: Client, name: str, artifact_digest: str | None, *, wait: bool | None) -> bool:

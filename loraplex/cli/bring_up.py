@@ -22,7 +22,7 @@ from loraplex.errors import (
     Unauthenticated,
 )
 from loraplex.manifest import BaseManifest, read_manifest, weight_files
-from loraplex.records import AdapterRegistration, Model
+from loraplex.records import AdapterRegistration, Model, Worker
 
 SERVING_WAIT_S: Final = 20.0
 """How long a router that is ready may take to hear of a worker that is ready."""
@@ -44,8 +44,8 @@ async def bring_up(
     say: Callable[[str], None],
     *,
     timeout_s: float,
-) -> tuple[list[AdapterRegistration], list[Model]]:
-    """Make a started cluster serve `base` and `adapters`; return what was registered and all models it serves.
+) -> tuple[list[AdapterRegistration], list[Model], list[Worker]]:
+    """Make a started cluster serve `base` and `adapters`; return what was registered, all models and the workers.
 
     `timeout_s` bounds the wait for the processes; loading a large base takes a while.
     """
@@ -68,7 +68,7 @@ async def bring_up(
             f"modules, {output.size(version.artifact_bytes)}, artifact {output.short(version.artifact_digest)}"
         )
     await cluster.wait_all_ready(timeout_s)
-    return done, await _serving_models(client, len(plan.workers))
+    return done, *await _serving(client, len(plan.workers))
 
 
 async def _while_starting(folder: Path, cluster: Cluster, say: Callable[[str], None], timeout_s: float) -> BaseManifest:
@@ -116,17 +116,18 @@ async def known_models(client: AsyncClient) -> list[Model]:
         return models
 
 
-async def _serving_models(client: AsyncClient, num_workers: int) -> list[Model]:
+async def _serving(client: AsyncClient, num_workers: int) -> tuple[list[Model], list[Worker]]:
     """Wait until the router's catalog has our changes and every worker's status has reached it."""
     deadline = asyncio.get_running_loop().time() + SERVING_WAIT_S
     while True:
         try:
             models = await known_models(client)
-            states = [worker.state async for worker in client.list_workers()]
+            workers = [worker async for worker in client.list_workers()]
         except CatalogBehind:
-            models, states = [], []
+            models, workers = [], []
+        states = [worker.state for worker in workers]
         if models and states.count("serving") >= num_workers:
-            return models
+            return models, workers
         if asyncio.get_running_loop().time() > deadline:
             raise DeadlineExceeded(
                 f"the processes are ready, but the router sees {len(models)} models and "

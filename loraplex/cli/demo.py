@@ -114,7 +114,7 @@ async def _show(
     """Bring the cluster up, ask, judge; return what does not hold."""
     console = Console(quiet=True) if as_json else output.stdout()
     async with AsyncClient(plan.router, plan.registry) as client:
-        registered, _ = await bring_up(plan, cluster, client, base, folders, board.say, timeout_s=_READY_S)
+        registered, *_ = await bring_up(plan, cluster, client, base, folders, board.say, timeout_s=_READY_S)
         board.settle()
         stage = Stage(client, base.base_id, console)
         console.print(f"\n[bold]3.[/] {len(questions)} prompts, one after the other")

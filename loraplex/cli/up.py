@@ -19,10 +19,11 @@ from loraplex.cli.options import Json
 from loraplex.cli.ports import claim_ports
 from loraplex.cli.signals import StopSignals
 from loraplex.cli.tree import find_tree
+from loraplex.cli.workers import computes
 from loraplex.client import AsyncClient
 from loraplex.errors import FailedPrecondition
 from loraplex.folder_lock import FolderLock
-from loraplex.records import Model
+from loraplex.records import Model, Worker
 
 _LOCK: Final = "up.lock"
 _DEFAULT_PORTS: Final = ("127.0.0.1:50050", "127.0.0.1:50051")
@@ -150,7 +151,7 @@ async def _serve(
     plan: ClusterPlan, cluster: Cluster, base: Base, adapters: list[Path], board: LineBoard, ready_timeout_s: float
 ) -> None:
     async with AsyncClient(plan.router, plan.registry) as client:
-        _, models = await bring_up(plan, cluster, client, base, adapters, board.say, timeout_s=ready_timeout_s)
+        _, models, workers = await bring_up(plan, cluster, client, base, adapters, board.say, timeout_s=ready_timeout_s)
     board.settle()
     board.event(
         "ready",
@@ -159,17 +160,25 @@ async def _serve(
             "http": plan.http,
             "registry": plan.registry,
             "workers": plan.workers,
+            "compute": {
+                worker.worker_id: {
+                    "device": worker.device,
+                    "dtype": worker.dtype,
+                    "base_quantization": worker.base_quantization,
+                }
+                for worker in workers
+            },
             "admin": plan.admin,
             "state_dir": str(plan.state_dir),
             "base_id": base.base_id,
             "models": [model.name for model in models],
         },
     )
-    _greet(plan, base, models, board)
+    _greet(plan, base, models, workers, board)
     await asyncio.Event().wait()  # until our owner cancels us
 
 
-def _greet(plan: ClusterPlan, base: Base, models: list[Model], board: LineBoard) -> None:
+def _greet(plan: ClusterPlan, base: Base, models: list[Model], workers: list[Worker], board: LineBoard) -> None:
     adapters = [model.name for model in models if model.parent]
     lines = [
         "",
@@ -178,6 +187,7 @@ def _greet(plan: ClusterPlan, base: Base, models: list[Model], board: LineBoard)
         f"  HTTP      {plan.http}/v1 (OpenAI-compatible)",
         f"  registry  {plan.registry}",
         f"  admin     {', '.join(f'{name} {url}' for name, url in plan.admin.items())} (/readyz, /metrics)",
+        f"  workers   {', '.join(f'{worker.worker_id} ({computes(worker) or worker.state})' for worker in workers)}",
         f"  models    {', '.join([base.base_id, *adapters])}",
     ]
     if (plan.router, plan.registry) != _DEFAULT_PORTS:

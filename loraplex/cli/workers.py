@@ -20,7 +20,7 @@ def list_(router: Router = ROUTER, as_json: Json = False) -> None:
         output.print_json({"workers": workers})
         return
     output.print_table(
-        ["worker", "address", "state", "#running", "#waiting", "#decode tok/s", "#free KV", "adapters"],
+        ["worker", "address", "state", "#running", "#waiting", "#decode tok/s", "#free KV", "computes", "adapters"],
         [
             (
                 worker.worker_id or "?",
@@ -30,12 +30,21 @@ def list_(router: Router = ROUTER, as_json: Json = False) -> None:
                 str(worker.waiting_requests),
                 f"{worker.decode_tokens_per_second:.1f}",
                 f"{worker.free_blocks}/{worker.total_blocks}",
+                computes(worker),
                 worker.error or _adapters(worker),
             )
             for worker in workers
         ],
         empty="the router knows no worker",
     )
+
+
+def computes(worker: Worker) -> str:
+    """Return what a worker computes on and in, for people; empty where it has not said."""
+    if not worker.device:
+        return ""
+    quantized = worker.base_quantization not in ("", "none")
+    return f"{worker.device} {worker.dtype}" + (f", {worker.base_quantization} base" if quantized else "")
 
 
 def _adapters(worker: Worker) -> str:

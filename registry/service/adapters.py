@@ -26,6 +26,7 @@ from registry.service.messages import (
     figures_of,
     report_messages,
 )
+from registry.service.missing import open_registered
 from registry.service.repacking import Repacking
 from registry.service.tasks import to_the_end
 from registry.service.uploads import Uploads
@@ -64,7 +65,7 @@ class Adapters(adapter_pb2_grpc.AdapterServiceServicer):
         self, request: adapter_pb2.DownloadArtifactRequest, context: Any
     ) -> AsyncIterator[adapter_pb2.DownloadArtifactResponse]:
         """Stream a packed file from an offset."""
-        stream, size = await asyncio.to_thread(self._artifacts.open_artifact, request.artifact_digest)
+        stream, size = await open_registered(self._store, self._artifacts, request.artifact_digest)
         with stream:
             if request.offset > size:
                 raise InvalidParameter(

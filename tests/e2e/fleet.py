@@ -189,6 +189,8 @@ class Fleet:
         engine = ["--dtype", "float32", "--device", "cpu", "--threads", "1", "--arena-bytes", str(96 * 2**20)]
         drain = ["--drain-notice-s", "0.5", "--drain-timeout-s", "20"]
         patience = ["--engine-silence-s", "2", "--stream-stall-s", "4"]
+        # What befalls one worker befalls the other: both ways of the engine's loop.
+        engine.append("--async-scheduling" if name == "worker-1" else "--no-async-scheduling")
         return Service(
             name,
             ["worker", "--registry", self.registry.address, *where, *limits, *engine, *drain, *patience, *flags],

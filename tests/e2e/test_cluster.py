@@ -47,7 +47,11 @@ def test_the_command_line_shows_what_was_registered(cluster, adapters):
     assert {model["name"]: model["parent"] for model in models[1:]}.items() >= dict.fromkeys(adapters, "tiny").items()
     shown = cluster.run("adapter", "show", "half")
     assert "rank     16, BF16" in shown.out
-    assert [worker["state"] for worker in cluster.run("worker", "list", "--json").json()["workers"]] == ["serving"]
+    (worker,) = cluster.run("worker", "list", "--json").json()["workers"]
+    assert worker["state"] == "serving"
+    computes = {name: worker[name] for name in ("device", "dtype", "base_quantization")}
+    assert cluster.ready["compute"] == {worker["worker_id"]: computes}
+    assert (computes["device"], computes["base_quantization"]) == ("cpu", "none")
 
 
 def test_generate_streams_text_and_the_same_text_in_json(cluster):

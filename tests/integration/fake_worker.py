@@ -186,6 +186,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             "decode_tokens_per_second": 100.0,
             "free_blocks": 100,
             "total_blocks": 128,
+            "device": "cpu",
+            "dtype": "float32",
+            "base_quantization": "int8",
         } | self.status
         return worker_pb2.WatchStatusResponse(
             full=full,

@@ -141,7 +141,7 @@ async def test_concurrent_uploads_of_one_name_and_many_names_all_land(registry, 
 async def test_an_artifact_that_was_lost_comes_back_by_registering_again(registry, adapter_folder, state_dir):
     digest = (await registry.upload(adapter_folder, "x")).adapter.current.artifact_digest
     shutil.rmtree(state_dir / "artifacts" / digest[:2])
-    error = await refusal(registry.download(digest), errors.ArtifactNotFound)
+    error = await refusal(registry.download(digest), errors.ArtifactUnreachable)
     assert error.metadata["artifact_digest"] == digest
     assert not (await registry.upload(adapter_folder, "x")).changed
     await registry.download(digest)

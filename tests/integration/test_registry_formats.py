@@ -232,7 +232,8 @@ async def test_lost_factors_are_told_and_leave_the_artifact_in_its_place(registr
     digest = (await upload(registry, adapter_folder, "x", NONE)).adapter.current.artifact_digest
     int8 = (await update(registry, "x", INT8)).adapter
     (state_dir / "artifacts" / digest[:2] / f"{digest}.safetensors").unlink()
-    await refusal(update(registry, "x", INT4), errors.ArtifactNotFound)
+    error = await refusal(update(registry, "x", INT4), errors.ArtifactUnreachable)
+    assert digest in error.message
     assert (await get(registry, "x")).adapter == int8
     await upload(registry, adapter_folder, "x", INT8)  # brings them back
     assert (await update(registry, "x", INT4)).changed

@@ -148,9 +148,10 @@ async def test_the_fleet_is_listed_with_names_of_adapters(registry: FakeRegistry
     lost, found = workers
     assert (found.worker_id, found.state, found.address, found.running_requests) == ("w1", "serving", worker.address, 3)
     assert (found.free_blocks, found.total_blocks, found.epoch) == (100, 128, "e1")
+    assert (found.device, found.dtype, found.base_quantization) == ("cpu", "float32", "int8")
     assert [(list(a.names), a.tier, a.in_flight) for a in found.adapters] == [(["sql"], 3, 2)]
     assert found.status_age.ToTimedelta().total_seconds() < 3
-    assert (lost.state, lost.address) == ("unreachable", "127.0.0.1:1")
+    assert (lost.state, lost.address, lost.device) == ("unreachable", "127.0.0.1:1", "")
     assert lost.error
 
 

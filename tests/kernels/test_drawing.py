@@ -13,7 +13,6 @@ from worker.kernels.draws import Drawing, Draws
 from worker.kernels.layout import AttentionShape
 from worker.mailbox import Sampling
 from worker.model.choice import draw
-from worker.model.sampler import _draws
 
 SHAPE = AttentionShape(2, 4, 2, 16)
 
@@ -24,7 +23,7 @@ def kernels() -> CpuKernels:
 
 
 def of(samplings: list[Sampling], uniforms: np.ndarray) -> Draws:
-    return _draws(range(len(samplings)), samplings, uniforms)
+    return Draws.of(range(len(samplings)), samplings, uniforms)
 
 
 def logits_like(kind: str, rows: int, size: int, seed: int) -> torch.Tensor:
@@ -70,7 +69,7 @@ def test_some_rows_are_drawn_and_the_others_left_alone(kernels: CpuKernels) -> N
     logits = randn(5, 300)
     before = logits.clone()
     samplings = [Sampling(temperature=0.7, top_p=0.9)] * 2
-    drawn = kernels.draw(logits, _draws([1, 4], samplings, np.array([0.2, 0.8]))).tolist()
+    drawn = kernels.draw(logits, Draws.of([1, 4], samplings, np.array([0.2, 0.8]))).tolist()
     assert drawn == draw(before[[1, 4]].clone(), samplings, np.array([0.2, 0.8])).tolist()
     assert torch.equal(logits[[0, 2, 3]], before[[0, 2, 3]])
 

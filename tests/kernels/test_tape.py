@@ -22,6 +22,8 @@ LINEARS = [BACKEND.pack(Linear.plain(randn(width, 64, seed=width) / 8, None)) fo
 NORM = randn(64, seed=4)
 WIDE_EMBEDDING = BACKEND.pack(Linear.plain(randn(50, 80, seed=31), None))
 WIDE_LINEAR = BACKEND.pack(Linear.plain(randn(256, 80, seed=32) / 8, None))
+KEPT: list[CpuStep] = []
+"""Steps whose arrays stay: where the next one's lay at the same addresses, replays with stale ones would be right."""
 LINEARS_80 = BACKEND.pack(Linear.plain(randn(128, 80, seed=33) / 8, None))
 
 
@@ -58,6 +60,7 @@ def test_a_step_that_is_played_gives_what_it_gave_when_it_was_recorded(kernels: 
 def adapted(kernels: CpuKernels, tokens: Tensor, lengths: list[tuple[int, int]], slots: list[int]) -> Tensor:
     """A step over requests with adapters, replayed if one like it was remembered."""
     step = kernels.step(batch_of(lengths, adapters_in(kernels.arena, [0, 1, 2], (4, 0, 9), None), slots))
+    KEPT.append(step)
     known = step.replay(tokens)
     if known is None:
         x = step.embed(WIDE_EMBEDDING, tokens)

@@ -1,6 +1,6 @@
 """Adapters' factors in the arena, by slot.
 
-Owns the slot table and what a packed file must be to fit the base; how factors lie is the backend's `Placement`. A slot
+Owns the slot table and what a packed file must be to fit the base; how factors lie is the backend's `Placer`. A slot
 becomes visible to steps in one assignment, when all of its tiles are in place. Knows nothing of requests, files'
 origins, eviction, or who owns which chunk.
 """
@@ -16,9 +16,9 @@ from typing import Final
 
 from common.adapter_format.packed import PackedAdapter, PackedModule, open_packed
 from loraplex.errors import BaseMismatch, CorruptArtifact
-from worker.adapters.record_placement import RecordPlacement
+from worker.adapters.record_placement import RecordPlacer
 from worker.kernels.layout import Arena, Site
-from worker.kernels.placing import PlacedModule, Placement, SiteShape
+from worker.kernels.placing import PlacedModule, Placer, SiteShape
 from worker.kernels.tiles import PlacedAdapter
 
 SITE_MODULES: Final = {
@@ -52,16 +52,16 @@ class BaseShape:
 class DeviceAdapters:
     """The slot table. `load` may run on any thread; the rest is the engine's."""
 
-    def __init__(self, base: BaseShape, arena: Arena, *, num_slots: int, placement: Placement | None = None) -> None:
+    def __init__(self, base: BaseShape, arena: Arena, *, num_slots: int, placement: Placer | None = None) -> None:
         """`placement` is the backend's; without one tiles are found by records."""
         self._base, self._arena, self._num_slots = base, arena, num_slots
-        self._placement = RecordPlacement(arena) if placement is None else placement
+        self._placement = RecordPlacer(arena) if placement is None else placement
         self._slots: dict[int, PlacedAdapter] = {}
         self._lock = threading.Lock()
 
     @property
     def usable_chunk_bytes(self) -> int:
-        """See Placement."""
+        """See Placer."""
         return self._placement.usable_chunk_bytes
 
     def load(self, slot: int, path: Path, chunk_ids: Sequence[int]) -> PlacedAdapter:

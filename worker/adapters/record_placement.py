@@ -17,8 +17,8 @@ from worker.kernels.tiles import Format, PlacedAdapter, Tile, max_tile_ranks, pl
 _FORMATS: Final = {"F32": Format.FLOAT32, "BF16": Format.BFLOAT16, "F16": Format.FLOAT16}
 
 
-class RecordPlacement:
-    """`Placement` that keeps nothing on the device beside the tiles."""
+class RecordPlacer:
+    """`Placer` that keeps nothing on the device beside the tiles."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
@@ -27,7 +27,7 @@ class RecordPlacement:
     def place(
         self, slot: int, version_digest: str, modules: Sequence[PlacedModule], chunk_ids: Sequence[int]
     ) -> PlacedAdapter:
-        """See Placement."""
+        """See Placer."""
         del slot
         adapter, copies = place_tiles(
             [tile for module in modules for tile in self._tiles(module)],
@@ -50,7 +50,7 @@ class RecordPlacement:
         return adapter
 
     def forget(self, slot: int) -> None:
-        """See Placement."""
+        """See Placer."""
 
     def _tiles(self, module: PlacedModule) -> list[Tile]:
         """Cut a module into tiles."""

@@ -142,6 +142,13 @@ def _meaning(error: aio.AioRpcError, artifact_digest: str) -> Exception:
     if error.code() is grpc.StatusCode.UNAUTHENTICATED:  # the cluster's fault, not the client's
         return ArtifactUnreachable("the registry refuses this worker's cluster token; both need the same one")
     typed: LoraplexError = from_rpc_error(error)
+    if isinstance(typed, ArtifactUnreachable):  # its folder and the remedy are for operators
+        log.error("registry.artifact_missing", artifact=artifact_digest, registry=typed.message)
+        return ArtifactUnreachable(
+            f"adapter artifact {artifact_digest[:12]} is registered, but the registry does not have its file; the "
+            "worker's log tells more",
+            artifact_digest=artifact_digest,
+        )
     if error.code() in _FINAL_CODES or isinstance(typed, CorruptArtifact):
         return typed
     return SourceInterrupted(f"{error.code().name}: {error.details()}")

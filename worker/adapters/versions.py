@@ -14,6 +14,8 @@ from common.adapter_format.packed import read_version_digest
 from loraplex.errors import CorruptArtifact, VersionMismatch
 from worker.mailbox import AdapterFile
 
+UNREADABLE_FILE: Final = frozenset({"CORRUPT_ARTIFACT", "ARTIFACT_UNREACHABLE"})
+"""Reasons by which the engine says that an adapter's file is not what it was when it was verified."""
 _KEPT: Final = 8192
 
 

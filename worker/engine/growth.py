@@ -4,7 +4,8 @@ One budget per step: every request that generates computes its one token, prompt
 so that a long prompt holds up nobody's answer by more than the budget. Blocks are taken as tokens grow. When none can
 be had, the requests of lowest priority are preempted: their blocks are freed and their known tokens computed again
 later. The oldest request has the highest priority, so it always gets on, and all others after it; the rest are in the
-order in which they would be admitted. A request never takes from one above it: it pauses, keeping what it has.
+order in which they would be admitted. A request never takes from one above it: it pauses, keeping what it has. While a
+plan is in flight nobody can be preempted, as their blocks are in use.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ def share_tokens(
     """Return what each request computes, those that generate first, and what is left of the budget.
 
     Prompts get a block at least, however many generate, so that all get on. `skip_cached` takes what others have
-    computed of a request's next tokens since it last looked.
+    computed of a request's next tokens since it last looked. Who ends with the token that is pending gets nothing.
     """
     shares: Shares = []
     behind: list[Request] = []
     for request in requests:  # once per request and step: this loop is worth its inlined properties
         known = len(request.token_ids)
         if known - request.computed_tokens == 1 and known > request.prompt_tokens:
-            shares.append((request, 1))
+            if known < request.max_known_tokens:
+                shares.append((request, 1))
         else:
             behind.append(request)
     budget = max(config.max_prefill_tokens - len(shares), min(config.block_tokens, config.max_prefill_tokens))
@@ -68,9 +70,12 @@ def grow(
     memory: Memory,
     config: EngineConfig,
     priority: Callable[[Request], tuple[float, int]],
-    preempt: Callable[[Request], None],
+    preempt: Callable[[Request], None] | None,
 ) -> Growth:
-    """Give every request the blocks for its share; `preempt` frees what one holds. Low `priority` values go first."""
+    """Give every request the blocks for its share; `preempt` frees what one holds. Low `priority` values go first.
+
+    Where nobody can be preempted and blocks are short, nobody gets anything.
+    """
     tokens = config.block_tokens
     growing = [
         (request, _missing(request, count, config))
@@ -84,6 +89,8 @@ def grow(
         for request, missing in growing:
             request.block_ids += _taken(memory.take_blocks(missing, floor=floor))
         return Growth(shares, short=False)
+    if preempt is None:
+        return Growth([], short=True)
     return _grow_by_priority(dict(shares), running, memory, config, priority, preempt)
 
 

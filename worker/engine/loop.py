@@ -1,12 +1,15 @@
-"""The engine's loop: drain the inbox, schedule, execute, update, tell. One thread; it waits in the inbox alone.
+"""The engine's loop: drain the inbox, schedule, start, update, tell. One thread; it waits in the inbox and for steps.
 
-Owns the order of these and nothing else: decisions are the scheduler's, the device is the runner's.
+Owns the order of these and nothing else: decisions are the scheduler's, the device is the runner's. With asynchronous
+scheduling a step is started before the one before it is answered, so that the device never waits for the loop.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -14,9 +17,9 @@ import structlog
 
 from worker.engine.inbox import Inbox, MailboxClosed
 from worker.engine.loader import Loader
-from worker.engine.plan import AdapterLoad, Runner, StepPlan
+from worker.engine.plan import AdapterLoad, Runner, StartedStep, StepPlan, StepResult
 from worker.engine.refusal import NOT_FINITE, STEP_FAILED, Problem
-from worker.engine.scheduler import Scheduler
+from worker.engine.scheduler import MAX_IN_FLIGHT, Scheduler
 from worker.mailbox import (
     Abort,
     Compare,
@@ -40,6 +43,23 @@ class EngineBroken(Exception):
     """The runner failed too many steps in a row; the process should end and be started anew."""
 
 
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    plan: StepPlan
+    step: StartedStep
+    started_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _NotStarted:
+    """Stands for a step that could not be started; see StartedStep."""
+
+    error: Exception
+
+    def result(self) -> StepResult:
+        raise self.error
+
+
 class EngineLoop:
     """Runs until the front end says so or is gone."""
 
@@ -51,15 +71,23 @@ class EngineLoop:
         loader: Loader,
         *,
         describe: Callable[[Exception], Problem],
+        async_scheduling: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`describe` gives the words for what a load raised: the error tree is not the engine's to know."""
+        """`describe` gives the words for what a load raised: the error tree is not the engine's to know.
+
+        `async_scheduling` plans the next step while one runs.
+        """
         self._runner = runner
         self._scheduler = scheduler
         self._inbox = inbox
         self._loader = loader
         self._describe = describe
         self._clock = clock
+        self._max_in_flight = MAX_IN_FLIGHT if async_scheduling else 1
+        self._in_flight: deque[_InFlight] = deque()
+        self._counted_s = 0.0  # up to here time was a step's, or a wait
+        self._answered_step = 0
         self._failures: list[Failure] = []
         self._compared: list[Compared] = []
         self._told: EngineStatus | None = None
@@ -76,6 +104,8 @@ class EngineLoop:
                     if isinstance(message, Shutdown):
                         return
                     self._take(message)
+                if wait:
+                    self._counted_s = self._clock()  # a step in flight did not take all that time
                 idle = self._turn()
         except MailboxClosed as closed:
             log.info("engine.mailbox_closed", how=str(closed))
@@ -105,11 +135,14 @@ class EngineLoop:
             self._runner.release_adapter(slot)
         for placement in schedule.placements:
             self._loader.start(placement.slot, Path(placement.file.path), placement.chunk_ids)
-        if schedule.plan is None:
+        if schedule.plan is not None:
+            self._in_flight.append(_InFlight(schedule.plan, self._start(schedule.plan), started))
+            if len(self._in_flight) < self._max_in_flight:
+                return False  # the next one is planned first
+        elif not self._in_flight:
             self._tell([])
             return True  # requests may wait for loads, whose end wakes the inbox
-        outputs = self._step(schedule.plan)
-        self._tell(outputs, step_s=self._clock() - started)
+        self._answer()
         return False
 
     def _take_loads(self) -> None:
@@ -120,23 +153,46 @@ class EngineLoop:
                 log.warning("engine.load_failed", slot=loaded.slot, error=str(loaded.outcome))
                 self._failures += self._scheduler.adapter_failed(loaded.slot, self._describe(loaded.outcome))
 
-    def _step(self, plan: StepPlan) -> list[Output]:
-        started = self._clock()
+    def _start(self, plan: StepPlan) -> StartedStep:
         try:
-            result = self._runner.execute(plan)
+            return self._runner.start(plan)
+        except Exception as error:  # noqa: BLE001 - told when it is this step's turn to be answered
+            return _NotStarted(error)
+
+    def _answer(self) -> None:
+        """Wait for the oldest step in flight and tell what came out."""
+        error = self._answer_one(self._in_flight.popleft())
+        if error is None:
+            self._failed_steps = 0
+            return
+        while self._in_flight:  # it went on from the one that failed: no other may go on from it
+            self._answer_one(self._in_flight.popleft())
+        self._failed_steps += 1
+        if self._failed_steps >= MAX_FAILED_STEPS:
+            raise EngineBroken(f"{self._failed_steps} steps in a row failed") from error
+
+    def _answer_one(self, step: _InFlight) -> Exception | None:
+        plan, began_s = step.plan, max(step.started_s, self._counted_s)
+        outputs: list[Output] = []
+        failed: Exception | None = None
+        try:
+            result = step.step.result()
             now = self._clock()
-            outputs = self._scheduler.update(plan, result, now - started, now)
+            outputs = self._take_result(plan, result, now - began_s, now)
         except Exception as error:
             log.exception("engine.step_failed", step=plan.step, requests=len(plan.sequences))
             self._failures += self._scheduler.fail_step(plan, STEP_FAILED)
-            self._failed_steps += 1
-            if self._failed_steps >= MAX_FAILED_STEPS:
-                self._tell([], step_s=self._clock() - started)
-                raise EngineBroken(f"{self._failed_steps} steps in a row failed") from error
-            return []
-        self._failed_steps = 0
+            failed = error
+        self._counted_s, self._answered_step = self._clock(), plan.step
+        self._tell(outputs, step_s=self._counted_s - began_s)
+        return failed
+
+    def _take_result(self, plan: StepPlan, result: StepResult, seconds: float, now: float) -> list[Output]:
+        outputs = self._scheduler.update(plan, result, seconds, now)
         self._compared = self._scheduler.take_compared()
-        if broken := result.broken_request_ids:
+        live = {output.request_id for output in outputs}  # not what ended while the step ran
+        live.update(compared.request_id for compared in self._compared)
+        if broken := [request_id for request_id in result.broken_request_ids if request_id in live]:
             self._failures += self._scheduler.fail(broken, NOT_FINITE)
             outputs = [output for output in outputs if output.request_id not in broken]
             self._compared = [compared for compared in self._compared if compared.request_id not in broken]
@@ -148,7 +204,7 @@ class EngineLoop:
         if step_s is None and not (self._failures or changes or status != self._told):
             return
         failures, compared = tuple(self._failures), tuple(self._compared)
-        told = (self._scheduler.step, tuple(outputs), failures, status, changes.adapters, changes.gone)
+        told = (self._answered_step, tuple(outputs), failures, status, changes.adapters, changes.gone)
         self._inbox.send(Step(*told, step_s or 0.0, compared))
         self._failures.clear()
         self._compared.clear()

@@ -146,10 +146,10 @@ class Memory:
             skipped += tokens
         return skipped
 
-    def publish(self, request: Request) -> None:
-        """Offer a request's full computed blocks to later requests."""
+    def publish(self, request: Request, computed_tokens: int) -> None:
+        """Offer the full blocks of a request's first tokens, which are computed and known, to later requests."""
         tokens = self._config.block_tokens
-        full = request.computed_tokens // tokens
+        full = computed_tokens // tokens
         if self._config.prefix_cache:
             for index in range(request.published_blocks, full):
                 self._prefixes.publish(request.key(index, tokens), request.block_ids[index])

@@ -17,6 +17,8 @@ from worker.mailbox import Sampling
 
 BASE_SLOT = -1
 """Adapter slot of a request that asks for the base model."""
+PENDING = -1
+"""Stands for the token that the step before chooses for the same request, in a plan made before that is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class SequenceStep(msgspec.Struct, frozen=True, gc=False):
 
     request_id: int
     token_ids: tuple[int, ...]
+    """The last one may be PENDING."""
     position: int
     """Of the first token. All before it is computed, though perhaps for another request: then it is ahead of what this
     one's last step ended with, by whole blocks."""
@@ -138,11 +141,23 @@ class AdapterLoad:
     """It occupies the first so many of the chunks it was granted; the others are free again."""
 
 
+class StartedStep(Protocol):
+    """A step that the device computes, or has computed."""
+
+    def result(self) -> StepResult:
+        """Wait for the step and return what came out; raises what made it fail."""
+        ...
+
+
 class Runner(Protocol):
     """Computes steps on the device. Called from the engine's main thread only, except `prepare_adapter`."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run the model over the plan's tokens, write their KV, sample where asked."""
+    def start(self, plan: StepPlan) -> StartedStep:
+        """Run the model over the plan's tokens, write their KV, sample where asked.
+
+        May return before that is done; steps are computed in the order in which they were started. PENDING tokens are
+        those of the step started last.
+        """
         ...
 
     def prepare_adapter(self, slot: int, path: Path, chunk_ids: tuple[int, ...]) -> AdapterLoad:

@@ -4,14 +4,16 @@ A request is `WAITING` (it holds nothing), then `RUNNING` (it holds the KV block
 reference on its adapter), perhaps `WAITING` again (preempted: it keeps its tokens only), then it ends: finished,
 failed or aborted. "Known" tokens are the prompt and what was generated so far; a step computes known tokens until none
 is left, which is when the next one is sampled. There are no phases: a prompt, a preempted answer and a cached prefix
-differ only in how many known tokens are left to compute.
+differ only in how many known tokens are left to compute. A plan counts as computed once it is made, and the token that
+it will sample counts as known, PENDING until it is answered.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from worker.engine.plan import BASE_SLOT, NewRequest, SequenceStep
+from worker.engine.plan import BASE_SLOT, PENDING, NewRequest, SequenceStep
 from worker.engine.prefix import next_key
 from worker.mailbox import AdapterFile, Sampling, Submit, Timing
 
@@ -36,9 +38,9 @@ class Request:
     chain_start: bytes
     """Where the chain of its blocks' keys begins."""
 
-    # Set by `Scheduler.submit`, then appended to by `Scheduler.update`.
+    # Set by `Scheduler.submit`, then appended to by `next_step` and `take`.
     token_ids: list[int]
-    """Known tokens: the prompt, then what was generated."""
+    """Known tokens: the prompt, then what was generated; PENDING where steps in flight have yet to choose."""
 
     # Set by `Scheduler.submit` and corrected by `Scheduler.adapter_loaded`.
     adapter_on_device: bool
@@ -70,9 +72,10 @@ class Request:
     announced: bool = False
     """The runner knows it: a plan carried it as a new request."""
 
-    # Set by `admission` (a cached prefix) and `Scheduler.update`, cleared when it is preempted.
+    # Set by `admission` (a cached prefix) and `next_step`, cleared when it is preempted.
     computed_tokens: int = 0
-    """Known tokens whose KV is written."""
+    """Known tokens whose KV is written, once the plans in flight are answered."""
+    # Set by `admission` and `Memory`, cleared when it is preempted.
     published_blocks: int = 0
     """Leading blocks that were offered to later requests, or came from earlier ones."""
 
@@ -103,12 +106,12 @@ class Request:
 
     @property
     def generated_tokens(self) -> int:
-        """Number of tokens generated so far."""
+        """Number of tokens generated so far, pending ones too."""
         return len(self.token_ids) - self.prompt_tokens
 
     @property
     def left_tokens(self) -> int:
-        """Known tokens whose KV is not yet written; at least 1."""
+        """Known tokens that no plan has computed; at least 1 while it runs."""
         return len(self.token_ids) - self.computed_tokens
 
     @property
@@ -132,12 +135,30 @@ class Request:
         return NewRequest(self.request_id, tuple(prompt), self.sampling, tuple(answer))
 
     def next_step(self, count: int) -> SequenceStep:
-        """Return the step that computes its next `count` known tokens, for which it has blocks."""
+        """Plan its next `count` known tokens, for which it has blocks, and note what that computes and samples."""
         tokens, start = self.token_ids, self.computed_tokens
-        end = start + count
-        return SequenceStep(
-            self.request_id, tuple(tokens[start:end]), start, self.block_ids, self.adapter_slot, end == len(tokens)
-        )
+        self.computed_tokens = end = start + count
+        sample = end == len(tokens)
+        step = SequenceStep(self.request_id, tuple(tokens[start:end]), start, self.block_ids, self.adapter_slot, sample)
+        if sample:
+            tokens.append(PENDING)
+        return step
+
+    def take(self, token_ids: Sequence[int], position: int, eos_token_ids: frozenset[int]) -> tuple[int, str]:
+        """Take what was sampled for `position`, as far as the request goes on; returns how many tokens, and its end.
+
+        The end is "stop", "length", or "" for a request that goes on. An end-of-sequence token counts once
+        `min_tokens` tokens stand before it.
+        """
+        for taken, token_id in enumerate(token_ids, 1):
+            known = position + taken
+            self.token_ids[known - 1 : known] = (token_id,)
+            ends = token_id in eos_token_ids and not self.sampling.ignore_eos
+            if ends and known - self.prompt_tokens > self.sampling.min_tokens:
+                return taken, "stop"
+            if known >= self.max_known_tokens:
+                return taken, "length"
+        return len(token_ids), ""
 
     def forget_computed(self) -> None:
         """Become WAITING again, with all known tokens to be computed."""
@@ -145,16 +166,6 @@ class Request:
         self.block_ids = ()
         self.announced = False
         self.computed_tokens = self.published_blocks = 0
-
-    def finish_reason(self, token_id: int, eos_token_ids: frozenset[int]) -> str:
-        """Return why `token_id`, just appended, ends the request: "stop", "length", or "" when it does not.
-
-        An end-of-sequence token counts once `min_tokens` tokens stand before it.
-        """
-        ends = token_id in eos_token_ids and not self.sampling.ignore_eos
-        if ends and self.generated_tokens > self.sampling.min_tokens:
-            return "stop"
-        return "length" if len(self.token_ids) >= self.max_known_tokens else ""
 
     def timing(self, now: float) -> Timing:
         """Return where the request's time went, if its last token came out at `now`."""

@@ -2,14 +2,17 @@
 
 `schedule` makes a step's plan: running requests grow by the tokens that the budget gives them, then waiting ones are
 admitted into what is left. `update` (or `fail_step`) takes the outcome. Between them the scheduler owns every request:
-waiting in the queue, or running with its blocks and adapter reference, or gone. What ends while a plan is in flight
-keeps its blocks and reference until that plan is answered, since the step may still read and write them.
+waiting in the queue, or running with its blocks and adapter reference, or gone. One more plan may be made while one is
+in flight. What ends meanwhile keeps its blocks and reference until the last plan is answered, since steps may still
+read and write them.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Final
 
 from worker.engine import refusal
 from worker.engine.admission import admit
@@ -36,6 +39,9 @@ from worker.engine.residency import Changes, Placement
 from worker.engine.waiting import WaitingQueue
 from worker.mailbox import Compare, Compared, EngineStatus, Failure, Output, Position, Submit
 
+MAX_IN_FLIGHT: Final = 2
+"""Plans that may wait for their outcome: a step that runs, and the next."""
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
@@ -46,6 +52,15 @@ class Schedule:
     plan: StepPlan | None
     failures: tuple[Failure, ...] = ()
     """What can never start."""
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A plan whose outcome is not known yet."""
+
+    plan: StepPlan
+    leaving: list[Request] = field(default_factory=list)
+    """Requests that ended after it was made; the step may still use what they hold."""
 
 
 class Scheduler:
@@ -60,17 +75,11 @@ class Scheduler:
         self._comparisons = Comparisons(self._memory, config)
         self._compared: list[Compared] = []
         self._running: dict[int, Request] = {}
-        self._in_flight: StepPlan | None = None
-        self._leaving: list[Request] = []  # ended while the plan in flight may still use what they hold
-        self._ended: list[int] = []  # known to the runner, which is told with the next plan that succeeds
+        self._in_flight: deque[_InFlight] = deque()  # in the order in which they are answered
+        self._ended: list[int] = []  # known to the runner, which is told with the next plan
         self._sequence = 0
         self._step = 0
         self._num_preempted = self._num_cached_tokens = 0
-
-    @property
-    def step(self) -> int:
-        """Number of the last plan made, 0 before the first."""
-        return self._step
 
     # Requests come and go.
 
@@ -149,9 +158,16 @@ class Scheduler:
     # Steps.
 
     def schedule(self, now: float) -> Schedule:
-        """Plan the next step. Every plan must be answered by `update` or `fail_step` before the next one is made."""
-        if self._in_flight is not None:
-            raise ValueError(f"the plan of step {self._in_flight.step} has not been answered")
+        """Plan the next step. Plans are answered by `update` or `fail_step` in their order.
+
+        While one is in flight there may be nothing to plan that does not depend on its outcome, though there is once it
+        is answered. Raises ValueError while MAX_IN_FLIGHT are.
+        """
+        if len(self._in_flight) >= MAX_IN_FLIGHT:
+            raise ValueError(f"the plan of step {self._in_flight[0].plan.step} has not been answered")
+        compares = self._comparisons and not self._waiting
+        if self._in_flight and (compares or self._in_flight[0].plan.comparison is not None):
+            return Schedule((), (), None)
         shares, budget = share_tokens(self._running.values(), self._config, self._skip_cached)
         shares, short = self._grow(shares)
         placements: tuple[Placement, ...] = ()
@@ -169,13 +185,13 @@ class Scheduler:
                 shares += more
                 if short:
                     shares = [share for share in shares if share[0].request_id in self._running]
-        if self._comparisons and not self._waiting and not short:
+        if self._comparisons and not (self._waiting or short or self._in_flight):  # its step is alone in flight
             loads, comparison = self._comparisons.next(self._running.values(), budget, now, alone=not shares)
             placements = (*placements, *loads)
             if not (loads or comparison or self._running) and (failure := self._comparisons.give_up()) is not None:
                 failures = (failure,)
-        self._in_flight = self._plan(shares, comparison) if shares or comparison is not None else None
-        return Schedule(self._memory.take_evicted(), placements, self._in_flight, failures)
+        plan = self._plan(shares, comparison) if shares or comparison is not None else None
+        return Schedule(self._memory.take_evicted(), placements, plan, failures)
 
     def update(self, plan: StepPlan, result: StepResult, seconds: float, now: float) -> list[Output]:
         """Take a step's outcome: note computed and new tokens, end what is finished. Returns each request's gain.
@@ -183,10 +199,11 @@ class Scheduler:
         Raises ValueError, and changes nothing, when the result does not answer the plan.
         """
         sampled = sampled_by_request(plan, result)
+        if len(self._in_flight) > 1 and any(len(entry.token_ids) > 1 for entry in result.sampled):
+            raise ValueError(f"step {plan.step} sampled more tokens than the plan after it has counted on")
         self._answered(plan)
         if (compared := self._comparisons.finish(result.compared)) is not None:
             self._compared.append(compared)
-        del self._ended[: len(plan.ended_request_ids)]
         outputs: list[Output] = []
         prefill_tokens = decode_tokens = 0
         block_tokens = self._config.block_tokens
@@ -198,13 +215,13 @@ class Scheduler:
             else:
                 prefill_tokens += count
             if request is None:
-                continue  # aborted while the step ran
-            request.computed_tokens = computed = sequence.position + count
+                continue  # ended while the step ran
+            computed = sequence.position + count
             is_full = computed >= (request.published_blocks + 1) * block_tokens
             if is_full and request.request_id not in result.broken_request_ids:
-                self._memory.publish(request)
+                self._memory.publish(request, computed)
             if sequence.sample:
-                outputs.append(self._take(request, sampled[sequence.request_id], now))
+                outputs.append(self._take(request, computed, sampled[sequence.request_id], now))
         if plan.comparison is None:  # it costs more than the tokens say
             self._rates.add_step(prefill_tokens, decode_tokens, seconds)
         return outputs
@@ -217,6 +234,8 @@ class Scheduler:
     def fail_step(self, plan: StepPlan, problem: refusal.Problem) -> list[Failure]:
         """Take a step that raised: all of its requests fail and free what they hold; the others run on."""
         self._answered(plan)
+        # Nobody knows whether the runner has taken note. Whom the plan after it has announced again must not be told.
+        self._ended[:0] = [request_id for request_id in plan.ended_request_ids if not self._is_announced(request_id)]
         failed = [s.request_id for s in plan.sequences if s.request_id in self._running]
         if (comparing := self._comparisons.in_step()) is not None:
             failed.append(comparing)
@@ -246,7 +265,8 @@ class Scheduler:
         )
 
     def _grow(self, shares: Shares) -> tuple[Shares, bool]:
-        growth = grow(shares, self._running.values(), self._memory, self._config, self._priority, self._preempt)
+        preempt = None if self._in_flight else self._preempt
+        growth = grow(shares, self._running.values(), self._memory, self._config, self._priority, preempt)
         return growth.shares, growth.short
 
     def _priority(self, request: Request) -> tuple[float, int]:
@@ -289,20 +309,16 @@ class Scheduler:
                 request.announced = True
                 new.append(request.as_new())
         sequences = tuple([request.next_step(count) for request, count in shares])
-        return StepPlan(self._step, tuple(new), sequences, tuple(self._ended), comparison)
+        plan = StepPlan(self._step, tuple(new), sequences, tuple(self._ended), comparison)
+        self._ended.clear()
+        self._in_flight.append(_InFlight(plan))
+        return plan
 
-    def _take(self, request: Request, sampled: SampledTokens, now: float) -> Output:
-        first = not request.generated_tokens
+    def _take(self, request: Request, position: int, sampled: SampledTokens, now: float) -> Output:
+        first = position == request.prompt_tokens
         if first:
             request.first_token_s = now
-        finish = ""
-        taken = 0
-        for token_id in sampled.token_ids:
-            request.token_ids.append(token_id)
-            taken += 1
-            finish = request.finish_reason(token_id, self._config.eos_token_ids)
-            if finish:
-                break
+        taken, finish = request.take(sampled.token_ids, position, self._config.eos_token_ids)
         self._counters.charge(request.tenant, output_tokens=taken)
         if finish:
             self._end(request)
@@ -320,10 +336,10 @@ class Scheduler:
         del self._running[request.request_id]
         if request.announced:
             self._ended.append(request.request_id)
-        if self._in_flight is None:
-            self._release(request)
+        if self._in_flight:
+            self._in_flight[-1].leaving.append(request)
         else:
-            self._leaving.append(request)
+            self._release(request)
 
     def _release(self, request: Request) -> None:
         self._memory.drop_blocks(request.block_ids)
@@ -331,13 +347,15 @@ class Scheduler:
             self._memory.release(request.adapter_slot)
 
     def _answered(self, plan: StepPlan) -> None:
-        """Note that a plan is no longer in flight; what ended meanwhile is given back."""
-        if plan is not self._in_flight:
-            raise ValueError(f"step {plan.step} is not in flight")
-        self._in_flight = None
-        for request in self._leaving:
+        """Note that a plan is no longer in flight; what ended since it was made, before the next, is given back."""
+        if not self._in_flight or plan is not self._in_flight[0].plan:
+            raise ValueError(f"step {plan.step} is not the one to be answered")
+        for request in self._in_flight.popleft().leaving:
             self._release(request)
-        self._leaving.clear()
+
+    def _is_announced(self, request_id: int) -> bool:
+        request = self._running.get(request_id)
+        return request is not None and request.announced
 
     def _present_tenants(self) -> set[str]:
         return {*self._waiting.tenants(), *[request.tenant for request in self._running.values()]}

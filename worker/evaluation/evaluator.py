@@ -15,7 +15,6 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Final
 
@@ -32,13 +31,13 @@ from loraplex.errors import (
     PromptTooLong,
     QueueFull,
 )
-from loraplex.types.v1.evaluation_pb2 import Evaluation, EvaluationProgress
-from loraplex.worker.v1.worker_pb2 import EvaluateAdapterResponse
 from worker.adapters.store import AdapterStore
-from worker.adapters.versions import Versions
+from worker.adapters.versions import UNREADABLE_FILE, Versions
 from worker.admission import Admission
+from worker.deadline import time_to_wait
 from worker.engine_client import EngineClient
 from worker.evaluation import engine_calls
+from worker.evaluation.outcome import Outcome, Progress, computed_in, software_version
 from worker.evaluation.prompts import built_in_prompts
 from worker.evaluation.requests import EvaluationRequest
 from worker.evaluation.tally import Tally
@@ -57,11 +56,7 @@ _NUM_AT_ONCE: Final = 4
 ANSWER_TOKENS: Final = 64
 """Tokens of an answer at most."""
 _DEFAULT_TIMEOUT_S: Final = 600.0
-_ANSWER_RESERVE: Final = 0.1
-"""Share of the time left that is kept to tell the caller that it did not suffice, at most `_ANSWER_RESERVE_S`."""
-_ANSWER_RESERVE_S: Final = 0.5
 _RETRY_AFTER_S: Final = 10.0
-_UNREADABLE_FILE: Final = frozenset({"CORRUPT_ARTIFACT", "ARTIFACT_UNREACHABLE"})
 
 
 @dataclass(slots=True)
@@ -106,7 +101,7 @@ class Evaluator:
         ticket = self._admission.admit(width, request.artifact_digest, time.monotonic(), typical=False)
         run = self._run = EvaluationRun(request)
         left_s = _DEFAULT_TIMEOUT_S if remaining_s is None else remaining_s
-        work = self._work(run, text, ready, left_s - min(_ANSWER_RESERVE_S, _ANSWER_RESERVE * left_s))
+        work = self._work(run, text, ready, time_to_wait(left_s))
         run.task = asyncio.create_task(work, name=f"evaluation of {request.artifact_digest[:12]}")
 
         def ended(task: asyncio.Task[None]) -> None:  # even of a task that was cancelled before it began
@@ -124,10 +119,8 @@ class Evaluator:
         if self._run is not None:
             self._run.end(error)
 
-    async def events(
-        self, run: EvaluationRun, base_digest: str, ready: Ready
-    ) -> AsyncIterator[EvaluateAdapterResponse]:
-        """Yield progress and then the figures. Raises the error that ended the evaluation."""
+    async def events(self, run: EvaluationRun, base_digest: str, ready: Ready) -> AsyncIterator[Progress | Outcome]:
+        """Yield progress and then the outcome. Raises the error that ended the evaluation."""
         task = run.task
         if task is None:
             raise ValueError("the evaluation was never begun")
@@ -135,8 +128,7 @@ class Evaluator:
         while not task.done():
             if run.total and told != run.tally.num_prompts:
                 told = run.tally.num_prompts
-                progress = EvaluationProgress(done_prompts=told, total_prompts=run.total)
-                yield EvaluateAdapterResponse(progress=progress)
+                yield Progress(told, run.total)
             waker = asyncio.create_task(run.changed.wait())
             try:
                 await asyncio.wait({task, waker}, return_when=asyncio.FIRST_COMPLETED)
@@ -148,7 +140,7 @@ class Evaluator:
         task.result()
         tally, request = run.tally, run.request
         log.info("evaluation.done", artifact=request.artifact_digest[:12], top1=tally.top1_agreement, kl=tally.mean_kl)
-        evaluation = Evaluation(
+        yield Outcome(
             version_digest=request.version_digest,
             artifact_digest=request.artifact_digest,
             exact_artifact_digest=request.exact_artifact_digest,
@@ -159,10 +151,9 @@ class Evaluator:
             top1_agreement=tally.top1_agreement,
             mean_kl=tally.mean_kl,
             max_kl=tally.max_kl,
-            worker_version=_software_version(),
-            device=_computed_in(ready),
+            worker_version=software_version(),
+            device=computed_in(ready),
         )
-        yield EvaluateAdapterResponse(evaluation=evaluation)
 
     async def _work(self, run: EvaluationRun, text: TextModel, ready: Ready, timeout_s: float) -> None:
         try:
@@ -199,7 +190,7 @@ class Evaluator:
                     for _ in range(min(_NUM_AT_ONCE, ready.max_running_requests)):
                         tasks.create_task(self._compare_all(rest, run, exact, measured))
             except BaseExceptionGroup as group:
-                if getattr(_first(group), "reason", "") in _UNREADABLE_FILE:
+                if getattr(_first(group), "reason", "") in UNREADABLE_FILE:
                     for file in files:
                         self._store.distrust(file.artifact_digest)
                 raise
@@ -264,16 +255,3 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return the first error in a group, which may hold groups."""
     error = group.exceptions[0]
     return _first(error) if isinstance(error, BaseExceptionGroup) else error
-
-
-def _software_version() -> str:
-    try:
-        return metadata.version("loraplex")
-    except metadata.PackageNotFoundError:  # run from a tree that nobody installed
-        return "unknown"
-
-
-def _computed_in(ready: Ready) -> str:
-    """Return where and in what an engine computes, for people: "cpu bfloat16, int8 base"."""
-    base = "" if ready.base_quantization == "none" else f", {ready.base_quantization} base"
-    return f"{ready.device} {ready.dtype}{base}"

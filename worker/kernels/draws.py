@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+
+from worker.mailbox import Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,18 @@ class Draws:
     """[R]; 0 for no bound."""
     uniform: NDArray[np.float64]
     """[R] in [0, 1)."""
+
+    @classmethod
+    def of(cls, rows: Sequence[int], samplings: Sequence[Sampling], uniforms: NDArray[np.float64]) -> Draws:
+        """Return the draws of R rows of the logits by their requests' parameters, all of temperatures above 0."""
+        return cls(
+            rows=np.array(rows, dtype=np.int64),
+            temperature=np.array([sampling.temperature for sampling in samplings]),
+            top_k=np.array([max(sampling.top_k, 0) for sampling in samplings], dtype=np.int64),
+            top_p=np.array([sampling.top_p for sampling in samplings]),
+            min_p=np.array([sampling.min_p for sampling in samplings]),
+            uniform=uniforms,
+        )
 
 
 @runtime_checkable

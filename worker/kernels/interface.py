@@ -13,7 +13,7 @@ from torch import Tensor
 
 from worker.kernels.layout import Arena, Batch, Site
 from worker.kernels.linear import Linear
-from worker.kernels.placing import Placement, SiteShape
+from worker.kernels.placing import Placer, SiteShape
 
 
 class StepKernels(Protocol):
@@ -104,7 +104,7 @@ Forward = Callable[[StepKernels, Tensor], Tensor]
 """A whole model over one step's operators: token ids [T] int64 to logits [T, vocab]."""
 
 
-class DecodeGraphs(Protocol):
+class PreparedDecodes(Protocol):
     """Decode steps made ready beforehand, each for steps up to its size."""
 
     def capture(self) -> None:
@@ -123,7 +123,7 @@ class DecodeGraphs(Protocol):
 class DeviceKernels(Protocol):
     """What a backend of a device of its own offers beside `Kernels`."""
 
-    def placement(self, sites: Sequence[SiteShape], *, num_slots: int) -> Placement:
+    def placement(self, sites: Sequence[SiteShape], *, num_slots: int) -> Placer:
         """Return the way adapters come into the arena; to be called once, before the first step."""
         ...
 
@@ -131,7 +131,7 @@ class DeviceKernels(Protocol):
         """Compile what any step may need, so that no request has to wait for it."""
         ...
 
-    def decode_graphs(self, forward: Forward, *, max_rows: int) -> DecodeGraphs:
+    def decode_graphs(self, forward: Forward, *, max_rows: int) -> PreparedDecodes:
         """Return decode steps of up to so many rows, still to be captured."""
         ...
 

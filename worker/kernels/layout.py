@@ -77,13 +77,28 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
+class PendingTokens:
+    """P rows whose token the step before chooses; the host need not know it when this step begins."""
+
+    rows: Tensor
+    """[P] int64, on the device: rows of this step,"""
+    chosen: Tensor
+    """[P] int64, on the device: and their tokens, once the step before is computed."""
+
+    def fill(self, token_ids: Tensor) -> None:
+        """Write the tokens where they belong in a step's, [T] int64 on the device."""
+        token_ids.index_copy_(0, self.rows, self.chosen)
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """The T rows of a step. Requests of one adapter are neighbours; those without come first."""
 
     token_ids: NDArray[np.int64]
-    """[T]."""
+    """[T]; of pending rows, anything."""
     positions: NDArray[np.int64]
     """[T]."""
     slots: NDArray[np.int64]
     """[T] where each row's key and value go: block · BLOCK_TOKENS + offset."""
     requests: tuple[Rows, ...]
+    pending: PendingTokens | None = None

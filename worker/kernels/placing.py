@@ -36,7 +36,7 @@ class PlacedModule:
     parts: tuple[PackedPart, ...]
 
 
-class Placement(Protocol):
+class Placer(Protocol):
     """Lays adapters out in the arena of one backend. `place` may run on any thread, several at a time."""
 
     usable_chunk_bytes: int

@@ -6,15 +6,17 @@ decides nothing about who runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from worker.engine.plan import BASE_SLOT, SequenceStep
-from worker.kernels.layout import BLOCK_TOKENS, Batch, Rows
+from worker.engine.plan import BASE_SLOT, PENDING, SequenceStep
+from worker.kernels.layout import BLOCK_TOKENS, Batch, PendingTokens, Rows
 from worker.kernels.tiles import PlacedAdapter
+from worker.model.device import send
+from worker.model.scores import Chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +32,13 @@ class Step:
     """The first row of every sequence, by request id."""
 
 
-def build_step(sequences: Sequence[SequenceStep], adapter_in: Callable[[int], PlacedAdapter]) -> Step:
-    """Lay out a step; `adapter_in` returns a slot's adapter, and is called once per distinct one."""
+def build_step(
+    sequences: Sequence[SequenceStep], adapter_in: Callable[[int], PlacedAdapter], before: Chosen | None = None
+) -> Step:
+    """Lay out a step; `adapter_in` returns a slot's adapter, and is called once per distinct one.
+
+    `before` are the tokens that the step before chooses; KeyError for a pending one that is not among them.
+    """
     adapters = {slot: adapter_in(slot) for slot in {sequence.adapter_slot for sequence in sequences} - {BASE_SLOT}}
     requests: list[Rows] = []
     tokens: list[int] = []
@@ -51,8 +58,27 @@ def build_step(sequences: Sequence[SequenceStep], adapter_in: Callable[[int], Pl
     # In the order of rows: where all are sampled, as in most steps, there is nothing to gather.
     sampled = tuple(sorted((s for s in sequences if s.sample), key=lambda s: last_row[s.request_id]))
     return Step(
-        Batch(np.array(tokens), positions, blocks * BLOCK_TOKENS + positions % BLOCK_TOKENS, tuple(requests)),
+        Batch(
+            np.array(tokens),
+            positions,
+            blocks * BLOCK_TOKENS + positions % BLOCK_TOKENS,
+            tuple(requests),
+            _pending(sequences, last_row, before),
+        ),
         sampled,
         np.array([last_row[sequence.request_id] for sequence in sampled], dtype=np.int64),
         first_row,
     )
+
+
+def _pending(
+    sequences: Sequence[SequenceStep], last_row: Mapping[int, int], before: Chosen | None
+) -> PendingTokens | None:
+    requests = [sequence.request_id for sequence in sequences if sequence.token_ids[-1] == PENDING]
+    if not requests:
+        return None
+    if before is None:
+        raise KeyError(f"the step before has chosen no token for request {requests[0]}")
+    places = np.array([[last_row[request] for request in requests], [before.places[request] for request in requests]])
+    rows, sources = send(places, before.tokens.device)
+    return PendingTokens(rows, before.tokens[sources])

@@ -32,6 +32,8 @@ class Decoder:
         """
         step, device = self._kernels.step(batch), self._weights.norm.device
         token_ids = send(batch.token_ids, device)
+        if batch.pending is not None:
+            batch.pending.fill(token_ids)
         every = np.array_equal(rows, np.arange(len(batch.token_ids)))
         replaying = step if every and isinstance(step, Replaying) else None
         if replaying is not None and (known := replaying.replay(token_ids)) is not None:

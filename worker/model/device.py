@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,6 +48,26 @@ def send(array: NDArray[Any], device: torch.device) -> Tensor:
         return tensor.to(device)
     # torch gives this page-locked memory to nobody else before the copy is done.
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class Read:
+    """Tensors on their way to the host, behind what the device had been given to do before."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._host = tuple(tensors)
+        self._arrived: torch.cuda.Event | None = None
+        if any(tensor.device.type == "cuda" for tensor in tensors):
+            self._host = tuple(torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors)
+            for host, tensor in zip(self._host, tensors, strict=True):
+                host.copy_(tensor, non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record()
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Return them on the host, without waiting for what the device was given to do after."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._host
 
 
 def free_bytes(device: torch.device) -> int:

@@ -1,13 +1,14 @@
-"""The runner: executes the engine's plans on a real model.
+"""The runner: computes the engine's plans on a real model.
 
-Owns the model, the arena, the adapter slots and the sampler; decides nothing. `execute` belongs to one thread,
-`prepare_adapter` to any.
+Owns the model, the arena, the adapter slots and the sampler; decides nothing. `start` and `execute` belong to one
+thread, `prepare_adapter` to any.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -37,11 +38,27 @@ from worker.model.config import ModelConfig, read_config, read_eos_token_ids
 from worker.model.decoder import Decoder
 from worker.model.device import DTYPES, choose_device, choose_dtype, free_bytes
 from worker.model.memory import default_arena_bytes, plan_arena
-from worker.model.sampler import Sampler
-from worker.model.scores import Scores
+from worker.model.sampler import Sample, Sampler
+from worker.model.scores import Chosen, Scores
 from worker.model.weights import load_weights, stores_bfloat16
 
 log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """See StartedStep."""
+
+    step: int
+    sample: Sample | None
+    unlike: tuple[int, ...] = ()
+    """The request whose comparison found logits that are not finite."""
+    compared: ComparedPositions | None = None
+
+    def result(self) -> StepResult:
+        """See StartedStep."""
+        tokens, broken = ((), ()) if self.sample is None else self.sample.result()
+        return StepResult(self.step, tokens, (*broken, *self.unlike), self.compared)
 
 
 class ModelRunner:
@@ -83,6 +100,7 @@ class ModelRunner:
         self.eos_token_ids = eos_token_ids
         self._decoder, self._adapters = decoder, adapters
         self._sampler = sampler
+        self._chosen: Chosen | None = None  # by the step started last
         self._max_running_requests = max_running_requests
         self._max_prefill_tokens = max_prefill_tokens
         self._kernels = kernels
@@ -170,25 +188,30 @@ class ModelRunner:
             cuda_graphs=cuda_graphs,
         )
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run a plan; see Runner. Raises KeyError for a slot or request nobody announced (the engine's error)."""
+    def start(self, plan: StepPlan) -> _Started:
+        """Start a plan; see Runner. Raises KeyError for a slot or request nobody announced (the engine's error)."""
+        before, self._chosen = self._chosen, None
         self._sampler.forget(plan.ended_request_ids)
         self._sampler.add(plan.new_requests)
         if not plan.sequences and plan.comparison is None:
-            return StepResult(plan.step, ())
+            return _Started(plan.step, None)
         with torch.inference_mode():
             compared: ComparedPositions | None = None
             unlike: tuple[int, ...] = ()
             if plan.comparison is None:
-                sampled, scores = self._forward(plan.sequences)
+                sampled, scores = self._forward(plan.sequences, before)
             else:
-                sampled, scores, compared = self._forward_comparing(plan.sequences, plan.comparison)
+                sampled, scores, compared = self._forward_comparing(plan.sequences, plan.comparison, before)
                 if not all(map(math.isfinite, compared.kl)):
                     unlike = (plan.comparison.request_id,)
-            if scores is None:
-                return StepResult(plan.step, (), unlike, compared)
-            tokens, broken = self._sampler.sample(scores, sampled)
-            return StepResult(plan.step, tokens, (*broken, *unlike), compared)
+            sample = None if scores is None else self._sampler.sample(scores, sampled)
+        if sample is not None:
+            self._chosen = sample.chosen
+        return _Started(plan.step, sample, unlike, compared)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Start a plan and wait for it."""
+        return self.start(plan).result()
 
     def prepare_adapter(self, slot: int, path: Path, chunk_ids: tuple[int, ...]) -> AdapterLoad:
         """Load the packed adapter at `path` into `slot`; see Runner."""
@@ -233,9 +256,11 @@ class ModelRunner:
             if scores is not None:
                 scores.likeliest.tolist()  # the result on the host: nothing is left in flight
 
-    def _forward(self, sequences: Sequence[SequenceStep]) -> tuple[tuple[SequenceStep, ...], Scores | None]:
+    def _forward(
+        self, sequences: Sequence[SequenceStep], before: Chosen | None = None
+    ) -> tuple[tuple[SequenceStep, ...], Scores | None]:
         """Return the sequences that choose a token and their scores, None when there are none."""
-        step = build_step(sequences, self._adapters.get)
+        step = build_step(sequences, self._adapters.get, before)
         if self._graphs is not None and len(step.sampled) == len(step.batch.token_ids):
             logits = self._graphs.logits(step.batch)
             if logits is not None:
@@ -243,10 +268,10 @@ class ModelRunner:
         return step.sampled, self._decoder.scores(step.batch, step.sampled_rows)
 
     def _forward_comparing(
-        self, sequences: Sequence[SequenceStep], comparison: ComparisonStep
+        self, sequences: Sequence[SequenceStep], comparison: ComparisonStep, before: Chosen | None
     ) -> tuple[tuple[SequenceStep, ...], Scores | None, ComparedPositions]:
         """Return the same, and what the comparison in the step found."""
-        step = build_step([*sequences, *comparison_sequences(comparison)], self._adapters.get)
+        step = build_step([*sequences, *comparison_sequences(comparison)], self._adapters.get, before)
         rows = np.concatenate([step.sampled_rows, comparison_rows(comparison, step)])
         scores = self._decoder.scores(step.batch, rows)
         if scores is None:

@@ -1,4 +1,4 @@
-"""What the model says of the next tokens."""
+"""What the model says of the next tokens, and which are chosen."""
 
 from __future__ import annotations
 
@@ -26,3 +26,13 @@ class Scores:
     def first(self, count: int) -> Scores:
         """Return those of the first rows."""
         return Scores(self.logits[:count], self.largest[:count], self.likeliest[:count])
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The tokens that a step chooses, on the device, which may have yet to compute them."""
+
+    tokens: Tensor
+    """[S] int64."""
+    places: dict[int, int]
+    """Where in `tokens`, by request id."""

@@ -27,7 +27,7 @@ from loraplex.types.v1 import evaluation_pb2 as loraplex_dot_types_dot_v1_dot_ev
 from loraplex.types.v1 import generation_pb2 as loraplex_dot_types_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eloraplex/router/v1/fleet.proto\x12\x12loraplex.router.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\"loraplex/types/v1/evaluation.proto\x1a\"loraplex/types/v1/generation.proto\"\x89\x01\n\rWorkerAdapter\x12\x17\n\x0f\x61rtifact_digest\x18\x01 \x01(\t\x12\r\n\x05names\x18\x02 \x03(\t\x12,\n\x04tier\x18\x03 \x01(\x0e\x32\x1e.loraplex.types.v1.AdapterTier\x12\x0f\n\x07loading\x18\x04 \x01(\x08\x12\x11\n\tin_flight\x18\x05 \x01(\r\"\x95\x03\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\t\x12\x13\n\x0b\x62\x61se_digest\x18\x05 \x01(\t\x12\x18\n\x10running_requests\x18\x06 \x01(\r\x12\x18\n\x10waiting_requests\x18\x07 \x01(\r\x12\x1d\n\x15queued_prefill_tokens\x18\x08 \x01(\x04\x12!\n\x19prefill_tokens_per_second\x18\t \x01(\x02\x12 \n\x18\x64\x65\x63ode_tokens_per_second\x18\n \x01(\x02\x12\x13\n\x0b\x66ree_blocks\x18\x0b \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x0c \x01(\r\x12\x33\n\x08\x61\x64\x61pters\x18\r \x03(\x0b\x32!.loraplex.router.v1.WorkerAdapter\x12-\n\nstatus_age\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05\x65rror\x18\x0f \x01(\t\";\n\x12ListWorkersRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"[\n\x13ListWorkersResponse\x12+\n\x07workers\x18\x01 \x03(\x0b\x32\x1a.loraplex.router.v1.Worker\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"}\n\x16\x45valuateAdapterRequest\x12\x13\n\x0b\x62\x61se_digest\x18\x01 \x01(\t\x12\x16\n\x0eversion_digest\x18\x02 \x01(\t\x12\x17\n\x0f\x61rtifact_digest\x18\x03 \x01(\t\x12\x1d\n\x15\x65xact_artifact_digest\x18\x04 \x01(\t\"\x92\x01\n\x17\x45valuateAdapterResponse\x12\x39\n\x08progress\x18\x01 \x01(\x0b\x32%.loraplex.types.v1.EvaluationProgressH\x00\x12\x33\n\nevaluation\x18\x02 \x01(\x0b\x32\x1d.loraplex.types.v1.EvaluationH\x00\x42\x07\n\x05\x65vent2\xdc\x01\n\x0c\x46leetService\x12^\n\x0bListWorkers\x12&.loraplex.router.v1.ListWorkersRequest\x1a\'.loraplex.router.v1.ListWorkersResponse\x12l\n\x0f\x45valuateAdapter\x12*.loraplex.router.v1.EvaluateAdapterRequest\x1a+.loraplex.router.v1.EvaluateAdapterResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eloraplex/router/v1/fleet.proto\x12\x12loraplex.router.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\"loraplex/types/v1/evaluation.proto\x1a\"loraplex/types/v1/generation.proto\"\x89\x01\n\rWorkerAdapter\x12\x17\n\x0f\x61rtifact_digest\x18\x01 \x01(\t\x12\r\n\x05names\x18\x02 \x03(\t\x12,\n\x04tier\x18\x03 \x01(\x0e\x32\x1e.loraplex.types.v1.AdapterTier\x12\x0f\n\x07loading\x18\x04 \x01(\x08\x12\x11\n\tin_flight\x18\x05 \x01(\r\"\xcf\x03\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\t\x12\x13\n\x0b\x62\x61se_digest\x18\x05 \x01(\t\x12\x18\n\x10running_requests\x18\x06 \x01(\r\x12\x18\n\x10waiting_requests\x18\x07 \x01(\r\x12\x1d\n\x15queued_prefill_tokens\x18\x08 \x01(\x04\x12!\n\x19prefill_tokens_per_second\x18\t \x01(\x02\x12 \n\x18\x64\x65\x63ode_tokens_per_second\x18\n \x01(\x02\x12\x13\n\x0b\x66ree_blocks\x18\x0b \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x0c \x01(\r\x12\x33\n\x08\x61\x64\x61pters\x18\r \x03(\x0b\x32!.loraplex.router.v1.WorkerAdapter\x12-\n\nstatus_age\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05\x65rror\x18\x0f \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x10 \x01(\t\x12\r\n\x05\x64type\x18\x11 \x01(\t\x12\x19\n\x11\x62\x61se_quantization\x18\x12 \x01(\t\";\n\x12ListWorkersRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"[\n\x13ListWorkersResponse\x12+\n\x07workers\x18\x01 \x03(\x0b\x32\x1a.loraplex.router.v1.Worker\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"}\n\x16\x45valuateAdapterRequest\x12\x13\n\x0b\x62\x61se_digest\x18\x01 \x01(\t\x12\x16\n\x0eversion_digest\x18\x02 \x01(\t\x12\x17\n\x0f\x61rtifact_digest\x18\x03 \x01(\t\x12\x1d\n\x15\x65xact_artifact_digest\x18\x04 \x01(\t\"\x92\x01\n\x17\x45valuateAdapterResponse\x12\x39\n\x08progress\x18\x01 \x01(\x0b\x32%.loraplex.types.v1.EvaluationProgressH\x00\x12\x33\n\nevaluation\x18\x02 \x01(\x0b\x32\x1d.loraplex.types.v1.EvaluationH\x00\x42\x07\n\x05\x65vent2\xdc\x01\n\x0c\x46leetService\x12^\n\x0bListWorkers\x12&.loraplex.router.v1.ListWorkersRequest\x1a\'.loraplex.router.v1.ListWorkersResponse\x12l\n\x0f\x45valuateAdapter\x12*.loraplex.router.v1.EvaluateAdapterRequest\x1a+.loraplex.router.v1.EvaluateAdapterResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,15 +37,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERADAPTER']._serialized_start=159
   _globals['_WORKERADAPTER']._serialized_end=296
   _globals['_WORKER']._serialized_start=299
-  _globals['_WORKER']._serialized_end=704
-  _globals['_LISTWORKERSREQUEST']._serialized_start=706
-  _globals['_LISTWORKERSREQUEST']._serialized_end=765
-  _globals['_LISTWORKERSRESPONSE']._serialized_start=767
-  _globals['_LISTWORKERSRESPONSE']._serialized_end=858
-  _globals['_EVALUATEADAPTERREQUEST']._serialized_start=860
-  _globals['_EVALUATEADAPTERREQUEST']._serialized_end=985
-  _globals['_EVALUATEADAPTERRESPONSE']._serialized_start=988
-  _globals['_EVALUATEADAPTERRESPONSE']._serialized_end=1134
-  _globals['_FLEETSERVICE']._serialized_start=1137
-  _globals['_FLEETSERVICE']._serialized_end=1357
+  _globals['_WORKER']._serialized_end=762
+  _globals['_LISTWORKERSREQUEST']._serialized_start=764
+  _globals['_LISTWORKERSREQUEST']._serialized_end=823
+  _globals['_LISTWORKERSRESPONSE']._serialized_start=825
+  _globals['_LISTWORKERSRESPONSE']._serialized_end=916
+  _globals['_EVALUATEADAPTERREQUEST']._serialized_start=918
+  _globals['_EVALUATEADAPTERREQUEST']._serialized_end=1043
+  _globals['_EVALUATEADAPTERRESPONSE']._serialized_start=1046
+  _globals['_EVALUATEADAPTERRESPONSE']._serialized_end=1192
+  _globals['_FLEETSERVICE']._serialized_start=1195
+  _globals['_FLEETSERVICE']._serialized_end=1415
 # @@protoc_insertion_point(module_scope)

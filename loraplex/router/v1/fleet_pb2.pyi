@@ -82,6 +82,9 @@ class Worker(_message.Message):
     ADAPTERS_FIELD_NUMBER: _builtins.int
     STATUS_AGE_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    BASE_QUANTIZATION_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name."""
     address: _builtins.str
@@ -108,6 +111,12 @@ class Worker(_message.Message):
     """All KV blocks."""
     error: _builtins.str
     """Why it cannot be reached, where it cannot."""
+    device: _builtins.str
+    """What it computes on: cpu or cuda. Empty where it has not said."""
+    dtype: _builtins.str
+    """What it keeps weights and KV cache in: float32 or bfloat16. Empty where it has not said."""
+    base_quantization: _builtins.str
+    """How it keeps the base's matrices: none or int8. Empty where it has not said."""
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerAdapter]:
         """Adapters it holds."""
@@ -134,10 +143,13 @@ class Worker(_message.Message):
         adapters: _abc.Iterable[Global___WorkerAdapter] | None = ...,
         status_age: _duration_pb2.Duration | None = ...,
         error: _builtins.str = ...,
+        device: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+        base_quantization: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["status_age", b"status_age"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "base_digest", b"base_digest", "decode_tokens_per_second", b"decode_tokens_per_second", "epoch", b"epoch", "error", b"error", "free_blocks", b"free_blocks", "prefill_tokens_per_second", b"prefill_tokens_per_second", "queued_prefill_tokens", b"queued_prefill_tokens", "running_requests", b"running_requests", "state", b"state", "status_age", b"status_age", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "base_digest", b"base_digest", "base_quantization", b"base_quantization", "decode_tokens_per_second", b"decode_tokens_per_second", "device", b"device", "dtype", b"dtype", "epoch", b"epoch", "error", b"error", "free_blocks", b"free_blocks", "prefill_tokens_per_second", b"prefill_tokens_per_second", "queued_prefill_tokens", b"queued_prefill_tokens", "running_requests", b"running_requests", "state", b"state", "status_age", b"status_age", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

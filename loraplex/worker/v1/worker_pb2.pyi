@@ -343,6 +343,9 @@ class WatchStatusResponse(_message.Message):
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     REMOVED_ARTIFACT_DIGESTS_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    BASE_QUANTIZATION_FIELD_NUMBER: _builtins.int
     full: _builtins.bool
     """True for the first message: forget everything known of this worker."""
     worker_id: _builtins.str
@@ -373,6 +376,12 @@ class WatchStatusResponse(_message.Message):
     """Tokens of one KV block."""
     max_context_tokens: _builtins.int
     """Longest prompt plus answer in tokens."""
+    device: _builtins.str
+    """What the base model is computed on: cpu or cuda. Empty while no engine is ready."""
+    dtype: _builtins.str
+    """What weights and KV cache are kept in: float32 or bfloat16. Empty while no engine is ready."""
+    base_quantization: _builtins.str
+    """How the base's matrices are kept: none or int8. Empty while no engine is ready."""
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterResidency]:
         """Adapters that changed, or all in a full message."""
@@ -401,17 +410,26 @@ class WatchStatusResponse(_message.Message):
         max_context_tokens: _builtins.int | None = ...,
         adapters: _abc.Iterable[Global___AdapterResidency] | None = ...,
         removed_artifact_digests: _abc.Iterable[_builtins.str] | None = ...,
+        device: _builtins.str | None = ...,
+        dtype: _builtins.str | None = ...,
+        base_quantization: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_base_digest", b"_base_digest", "_block_tokens", b"_block_tokens", "_decode_tokens_per_second", b"_decode_tokens_per_second", "_free_blocks", b"_free_blocks", "_max_context_tokens", b"_max_context_tokens", "_prefill_tokens_per_second", b"_prefill_tokens_per_second", "_queued_prefill_tokens", b"_queued_prefill_tokens", "_running_requests", b"_running_requests", "_state", b"_state", "_total_blocks", b"_total_blocks", "_waiting_requests", b"_waiting_requests", "base_digest", b"base_digest", "block_tokens", b"block_tokens", "decode_tokens_per_second", b"decode_tokens_per_second", "free_blocks", b"free_blocks", "max_context_tokens", b"max_context_tokens", "prefill_tokens_per_second", b"prefill_tokens_per_second", "queued_prefill_tokens", b"queued_prefill_tokens", "running_requests", b"running_requests", "state", b"state", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_base_digest", b"_base_digest", "_base_quantization", b"_base_quantization", "_block_tokens", b"_block_tokens", "_decode_tokens_per_second", b"_decode_tokens_per_second", "_device", b"_device", "_dtype", b"_dtype", "_free_blocks", b"_free_blocks", "_max_context_tokens", b"_max_context_tokens", "_prefill_tokens_per_second", b"_prefill_tokens_per_second", "_queued_prefill_tokens", b"_queued_prefill_tokens", "_running_requests", b"_running_requests", "_state", b"_state", "_total_blocks", b"_total_blocks", "_waiting_requests", b"_waiting_requests", "base_digest", b"base_digest", "base_quantization", b"base_quantization", "block_tokens", b"block_tokens", "decode_tokens_per_second", b"decode_tokens_per_second", "device", b"device", "dtype", b"dtype", "free_blocks", b"free_blocks", "max_context_tokens", b"max_context_tokens", "prefill_tokens_per_second", b"prefill_tokens_per_second", "queued_prefill_tokens", b"queued_prefill_tokens", "running_requests", b"running_requests", "state", b"state", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base_digest", b"_base_digest", "_block_tokens", b"_block_tokens", "_decode_tokens_per_second", b"_decode_tokens_per_second", "_free_blocks", b"_free_blocks", "_max_context_tokens", b"_max_context_tokens", "_prefill_tokens_per_second", b"_prefill_tokens_per_second", "_queued_prefill_tokens", b"_queued_prefill_tokens", "_running_requests", b"_running_requests", "_state", b"_state", "_total_blocks", b"_total_blocks", "_waiting_requests", b"_waiting_requests", "adapters", b"adapters", "base_digest", b"base_digest", "block_tokens", b"block_tokens", "decode_tokens_per_second", b"decode_tokens_per_second", "epoch", b"epoch", "free_blocks", b"free_blocks", "full", b"full", "max_context_tokens", b"max_context_tokens", "prefill_tokens_per_second", b"prefill_tokens_per_second", "queued_prefill_tokens", b"queued_prefill_tokens", "removed_artifact_digests", b"removed_artifact_digests", "running_requests", b"running_requests", "sequence", b"sequence", "state", b"state", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base_digest", b"_base_digest", "_base_quantization", b"_base_quantization", "_block_tokens", b"_block_tokens", "_decode_tokens_per_second", b"_decode_tokens_per_second", "_device", b"_device", "_dtype", b"_dtype", "_free_blocks", b"_free_blocks", "_max_context_tokens", b"_max_context_tokens", "_prefill_tokens_per_second", b"_prefill_tokens_per_second", "_queued_prefill_tokens", b"_queued_prefill_tokens", "_running_requests", b"_running_requests", "_state", b"_state", "_total_blocks", b"_total_blocks", "_waiting_requests", b"_waiting_requests", "adapters", b"adapters", "base_digest", b"base_digest", "base_quantization", b"base_quantization", "block_tokens", b"block_tokens", "decode_tokens_per_second", b"decode_tokens_per_second", "device", b"device", "dtype", b"dtype", "epoch", b"epoch", "free_blocks", b"free_blocks", "full", b"full", "max_context_tokens", b"max_context_tokens", "prefill_tokens_per_second", b"prefill_tokens_per_second", "queued_prefill_tokens", b"queued_prefill_tokens", "removed_artifact_digests", b"removed_artifact_digests", "running_requests", b"running_requests", "sequence", b"sequence", "state", b"state", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__base_digest: _TypeAlias = _typing.Literal["base_digest"]  # noqa: Y015
     _WhichOneofArgType__base_digest: _TypeAlias = _typing.Literal["_base_digest", b"_base_digest"]  # noqa: Y015
+    _WhichOneofReturnType__base_quantization: _TypeAlias = _typing.Literal["base_quantization"]  # noqa: Y015
+    _WhichOneofArgType__base_quantization: _TypeAlias = _typing.Literal["_base_quantization", b"_base_quantization"]  # noqa: Y015
     _WhichOneofReturnType__block_tokens: _TypeAlias = _typing.Literal["block_tokens"]  # noqa: Y015
     _WhichOneofArgType__block_tokens: _TypeAlias = _typing.Literal["_block_tokens", b"_block_tokens"]  # noqa: Y015
     _WhichOneofReturnType__decode_tokens_per_second: _TypeAlias = _typing.Literal["decode_tokens_per_second"]  # noqa: Y015
     _WhichOneofArgType__decode_tokens_per_second: _TypeAlias = _typing.Literal["_decode_tokens_per_second", b"_decode_tokens_per_second"]  # noqa: Y015
+    _WhichOneofReturnType__device: _TypeAlias = _typing.Literal["device"]  # noqa: Y015
+    _WhichOneofArgType__device: _TypeAlias = _typing.Literal["_device", b"_device"]  # noqa: Y015
+    _WhichOneofReturnType__dtype: _TypeAlias = _typing.Literal["dtype"]  # noqa: Y015
+    _WhichOneofArgType__dtype: _TypeAlias = _typing.Literal["_dtype", b"_dtype"]  # noqa: Y015
     _WhichOneofReturnType__free_blocks: _TypeAlias = _typing.Literal["free_blocks"]  # noqa: Y015
     _WhichOneofArgType__free_blocks: _TypeAlias = _typing.Literal["_free_blocks", b"_free_blocks"]  # noqa: Y015
     _WhichOneofReturnType__max_context_tokens: _TypeAlias = _typing.Literal["max_context_tokens"]  # noqa: Y015
@@ -431,9 +449,15 @@ class WatchStatusResponse(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__base_digest) -> _WhichOneofReturnType__base_digest | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__base_quantization) -> _WhichOneofReturnType__base_quantization | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__block_tokens) -> _WhichOneofReturnType__block_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__decode_tokens_per_second) -> _WhichOneofReturnType__decode_tokens_per_second | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__device) -> _WhichOneofReturnType__device | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dtype) -> _WhichOneofReturnType__dtype | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__free_blocks) -> _WhichOneofReturnType__free_blocks | None: ...
     @_typing.overload

@@ -15,8 +15,9 @@ import torch
 import triton.language as tl
 
 from tests.kernels.triton.ahead_of_time import Compiled, compile_for
+from worker.kernels.layout import AttentionShape
 from worker.kernels.triton.attend import attend_kernel, combine_kernel
-from worker.kernels.triton.attention import AttentionShape
+from worker.kernels.triton.attention import prefill_rows, queries_per_key
 from worker.kernels.triton.draw import draw_kernel
 from worker.kernels.triton.drawing import SEGMENTS, WARPS, WIDTH, unit
 from worker.kernels.triton.expand import expand_kernel
@@ -78,21 +79,31 @@ def test_shrink_of_several_ranges_a_part(capability: int) -> None:
 
 @CONFIGURATIONS
 def test_expand(capability: int, formats: tuple[str, ...]) -> None:
-    """A tile of 4 rows and nibbles has but 8 bytes for each lane of a program; everything else is read in 16."""
     constants = {
         "N0": 4096, "N1": 1024, "N2": 1024, "SLICES": 3, "PARTS": 4, "GROUP_ROWS": 8, "ROWS": 8, "GROUPS": 4, "SIDE": 2,
         "ADD": False, **lora(formats, capability),
     }  # fmt: skip
     compiled = compile_for(expand_kernel, capability, constants, num_warps=2)
     assert_fits(compiled, capability)
-    assert compiled.widths_at("weights = tl.load(") == ({16, 8} if "INT4" in formats else {16})
+    assert compiled.widths_at("weights = tl.load(") == {16}
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-def test_expand_of_prefill(capability: int) -> None:
+@pytest.mark.parametrize("capability", [90, 100])
+def test_expand_of_all_formats_at_once(capability: int) -> None:
+    constants = {
+        "N0": 576, "N1": 192, "N2": 192, "SLICES": 3, "PARTS": 1, "GROUP_ROWS": 8, "ROWS": 8, "GROUPS": 4, "SIDE": 2,
+        "ADD": True, **lora(FORMATS, capability),
+    }  # fmt: skip
+    compiled = compile_for(expand_kernel, capability, constants, num_warps=2)
+    assert_fits(compiled, capability)
+    assert compiled.widths_at("weights = tl.load(") == {16}
+
+
+@pytest.mark.parametrize(("capability", "formats"), [(80, ("INT8",)), (90, MIXED)])
+def test_expand_of_prefill(capability: int, formats: tuple[str, ...]) -> None:
     constants = {
         "N0": 14336, "N1": 14336, "N2": 0, "SLICES": 2, "PARTS": 1, "GROUP_ROWS": 64, "ROWS": 8, "GROUPS": 4, "SIDE": 1,
-        "ADD": True, **lora(("INT8",), capability),
+        "ADD": True, **lora(formats, capability),
     }  # fmt: skip
     compiled = compile_for(expand_kernel, capability, constants, num_warps=2)
     assert_fits(compiled, capability)
@@ -131,7 +142,7 @@ def test_a_model_of_float16(kernel: str) -> None:
             "ADD": True,
         }  # fmt: skip
         compiled = compile_for(expand_kernel, 90, constants | flags, num_warps=2, types=types)
-        assert compiled.widths_at("weights = tl.load(") == {16, 8}
+        assert compiled.widths_at("weights = tl.load(") == {16}
     assert_fits(compiled, 90)
 
 
@@ -156,9 +167,10 @@ def test_attention(capability: int, rows: int, warps: int) -> None:
 def test_attention_of_other_models(decode: bool, capability: int, heads: int, kv_heads: int, dim: int) -> None:
     """Llama 2 (every head its own keys), SmolLM2-135M and Qwen2.5-0.5B."""
     shape = AttentionShape(24, heads, kv_heads, dim)
+    per_kv = queries_per_key(shape)
     constants = {
-        "KV_HEADS": kv_heads, "PER_KV": shape.per_kv, "PER_KV_2": power_of_2(shape.per_kv), "DIM": dim, "DIM_2": dim,
-        "CHUNK_BYTES": shape.chunk_bytes(2), "ROWS": 1 if decode else shape.prefill_rows, "BLOCK": 64,
+        "KV_HEADS": kv_heads, "PER_KV": per_kv, "PER_KV_2": power_of_2(per_kv), "DIM": dim, "DIM_2": dim,
+        "CHUNK_BYTES": 2 * shape.block_elements, "ROWS": 1 if decode else prefill_rows(shape), "BLOCK": 64,
         "PER_SPLIT": 256 if decode else 1 << 30, "PARTIAL": decode, "STAGES": 2 if capability < 90 else 3,
         "DOT": tl.bfloat16,
     }  # fmt: skip

@@ -14,7 +14,7 @@ from common.adapter_format.quantize import quantize
 from tests.unit.worker.model.tiny import random_adapter
 from worker.adapters.device import BaseShape, DeviceAdapters
 from worker.kernels.layout import Arena, AttentionShape
-from worker.kernels.triton.adapters import TableAdapter, TablePlacement
+from worker.kernels.triton.adapters import TableAdapter, TablePlacer
 from worker.kernels.triton.tile_sizes import usable_chunk_bytes
 from worker.model.config import ModelConfig, parse_config
 
@@ -43,9 +43,9 @@ def arena_of(of: ModelConfig) -> Arena:
     return arena
 
 
-def adapters_of(of: ModelConfig, arena: Arena) -> tuple[DeviceAdapters, TablePlacement]:
+def adapters_of(of: ModelConfig, arena: Arena) -> tuple[DeviceAdapters, TablePlacer]:
     base = BaseShape("b" * 64, of.num_layers, of.module_shapes())
-    placement = TablePlacement(arena, base.sites(), num_slots=2)
+    placement = TablePlacer(arena, base.sites(), num_slots=2)
     return DeviceAdapters(base, arena, num_slots=2, placement=placement), placement
 
 
@@ -99,7 +99,7 @@ def test_only_the_first_of_the_granted_chunks_are_written(tmp_path: Path) -> Non
 def test_chunks_smaller_than_a_tile_are_of_no_use() -> None:
     sites = BaseShape("", 1, config(4096, 14336).module_shapes()).sites()
     assert usable_chunk_bytes(sites, 16 * 1024 * 2 + 64) < 1  # the largest tile itself
-    assert usable_chunk_bytes(sites, 2 << 20) > (2 << 20) / 4.2  # a rank of 1 takes the room of 4
+    assert usable_chunk_bytes(sites, 2 << 20) > (2 << 20) / 1.05
 
 
 def test_a_released_slot_keeps_no_entry_and_the_other_keeps_its_own(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Errors become statuses, ports are never shared, health follows the service."""
+"""Errors become statuses, ports are never shared and bounded, health follows the service."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from common import rpc_limits
 from common.rpc import Server, open_channel
-from loraplex.errors import FailedPrecondition, LoraplexError, PromptTooLong, from_rpc_error
+from common.rpc_limits import RpcLimits
+from loraplex.errors import FailedPrecondition, LoraplexError, PromptTooLong, QueueFull, Unavailable, from_rpc_error
 from loraplex.router.v1 import inference_pb2, inference_pb2_grpc, models_pb2, models_pb2_grpc
 
 
@@ -31,7 +33,7 @@ class Models(models_pb2_grpc.ModelServiceServicer):
         return models_pb2.ListModelsResponse()
 
 
-async def _serve() -> tuple[Server, int]:
+async def _serve(limits: RpcLimits | None = None) -> tuple[Server, int]:
     server = Server(
         [
             lambda s: inference_pb2_grpc.add_InferenceServiceServicer_to_server(Inference(), s),
@@ -41,6 +43,7 @@ async def _serve() -> tuple[Server, int]:
             inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
             models_pb2.DESCRIPTOR.services_by_name["ModelService"],
         ],
+        limits=limits,
     )
     return server, await server.start("127.0.0.1", 0)
 
@@ -57,6 +60,69 @@ async def test_typed_errors_arrive_as_the_same_class_with_their_facts() -> None:
     assert error.metadata == {"limit": "8", "length": "9", "field": "prompt"}
     assert error.message == "the prompt has 9 tokens, the limit is 8"
     await server.stop(0)
+
+
+async def held(port: int) -> aio.Channel:
+    """A connection of its own that has served a call."""
+    channel = open_channel(f"127.0.0.1:{port}")
+    await models_pb2_grpc.ModelServiceStub(channel).ListModels(models_pb2.ListModelsRequest(), wait_for_ready=True)
+    return channel
+
+
+async def test_a_connection_too_many_is_closed_and_the_others_are_served() -> None:
+    server, port = await _serve(RpcLimits(max_connections=2))
+    first, second = [await held(port) for _ in range(2)]
+    async with open_channel(f"127.0.0.1:{port}") as refused:
+        with pytest.raises(aio.AioRpcError) as caught:
+            await models_pb2_grpc.ModelServiceStub(refused).ListModels(models_pb2.ListModelsRequest(), timeout=30)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert isinstance(from_rpc_error(caught.value), Unavailable)
+    for channel in (first, second):
+        await models_pb2_grpc.ModelServiceStub(channel).ListModels(models_pb2.ListModelsRequest(), timeout=30)
+    await first.close()
+    async with asyncio.timeout(30):  # the place is free once the server has noticed
+        third = await held(port)
+    await asyncio.gather(second.close(), third.close())
+    await server.stop(0)
+
+
+async def test_a_call_too_many_is_refused_with_the_setting_and_probes_are_answered() -> None:
+    server, port = await _serve(RpcLimits(max_calls=2))
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        health_stub, models = health_pb2_grpc.HealthStub(channel), models_pb2_grpc.ModelServiceStub(channel)
+        watches = [health_stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
+        for watch in watches:
+            await anext(aiter(watch))
+        with pytest.raises(aio.AioRpcError) as unary:
+            await models.ListModels(models_pb2.ListModelsRequest())
+        with pytest.raises(aio.AioRpcError) as stream:
+            await anext(aiter(health_stub.Watch(health_pb2.HealthCheckRequest())))
+        for caught in (unary, stream):
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            refusal = from_rpc_error(caught.value)
+            assert type(refusal) is QueueFull
+            assert (refusal.metadata["limit"], "--max-grpc-calls" in refusal.message) == ("2", True)
+        await health_stub.Check(health_pb2.HealthCheckRequest())
+        watches[0].cancel()
+        async with asyncio.timeout(30):  # the call has ended once the server has heard of it
+            while True:
+                try:
+                    await models.ListModels(models_pb2.ListModelsRequest())
+                    break
+                except aio.AioRpcError as error:
+                    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED  # noqa: PT017
+        for _ in range(5):  # and whatever ends, however it ends, gives its place back
+            await models.ListModels(models_pb2.ListModelsRequest())
+            with pytest.raises(aio.AioRpcError):
+                await models.GetModel(models_pb2.GetModelRequest())
+    await server.stop(0)
+
+
+def test_no_more_connections_are_taken_than_half_of_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc_limits, "raise_file_limit", lambda: 1024)
+    option = "grpc.max_allowed_incoming_connections"
+    assert dict(RpcLimits(max_connections=4096).options())[option] == 512
+    assert dict(RpcLimits(max_connections=100).options())[option] == 100
 
 
 async def test_unknown_exceptions_are_opaque() -> None:

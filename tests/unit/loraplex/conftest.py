@@ -113,6 +113,7 @@ class FakeCluster(
 
     async def ListWorkers(self, request, context) -> fleet_pb2.ListWorkersResponse:
         worker = fleet_pb2.Worker(worker_id="w0", address="127.0.0.1:1", state="serving", total_blocks=9)
+        worker.device, worker.dtype, worker.base_quantization = "cpu", "bfloat16", "int8"
         worker.adapters.add(artifact_digest="a" * 64, names=["sql"], tier=generation_pb2.ADAPTER_TIER_DEVICE)
         return fleet_pb2.ListWorkersResponse(workers=[worker])
 

@@ -6,9 +6,10 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from loraplex.types.v1.generation_pb2 import AdapterTier, FinishReason
+from worker.evaluation.outcome import Outcome, Progress
 from worker.generation import ChoiceEnd, TextDelta
 from worker.mailbox import Position, Timing
-from worker.messages import choice_end_message, delta_message, serving_facts
+from worker.messages import choice_end_message, delta_message, evaluation_message, serving_facts
 
 TIMING = Timing(queue_s=0.5, adapter_load_s=0.25, prefill_s=0.125, decode_s=2.0, adapter_on_device=False)
 
@@ -72,3 +73,17 @@ def test_ends_tell_reason_and_stop_string():
     full = choice_end_message(ChoiceEnd(0, "length", None)).choice_finished
     assert full.reason == FinishReason.FINISH_REASON_LENGTH
     assert not full.HasField("stop_string")
+
+
+def test_an_evaluation_tells_its_progress_and_then_all_that_was_measured():
+    progress = evaluation_message(Progress(3, 40))
+    assert progress.WhichOneof("event") == "progress"
+    assert (progress.progress.done_prompts, progress.progress.total_prompts) == (3, 40)
+    outcome = Outcome("v", "a", "e", "b", 2, 40, 2000, 0.5, 0.25, 4.0, "1.0", "cpu bfloat16")
+    message = evaluation_message(outcome)
+    assert message.WhichOneof("event") == "evaluation"
+    told = message.evaluation
+    assert (told.version_digest, told.artifact_digest, told.exact_artifact_digest, told.base_digest) == tuple("vaeb")
+    assert (told.prompt_set, told.num_prompts, told.num_positions) == (2, 40, 2000)
+    assert (told.top1_agreement, told.mean_kl, told.max_kl) == (0.5, 0.25, 4.0)
+    assert (told.worker_version, told.device) == ("1.0", "cpu bfloat16")

@@ -113,6 +113,19 @@ def test_memory_is_told_by_use_and_empty_without_an_engine():
         assert (*of_memory, status.num_preempted, status.num_cached_tokens) == told
 
 
+def test_what_is_computed_on_and_in_is_told_until_the_engine_is_lost():
+    ready = Ready("cpu", "bfloat16", 300, 256, 16, 64, 1000.0, 100.0, 8, "int8")
+    status = whole(None, ready=ready)
+    assert (status.device, status.dtype, status.base_quantization) == ("cpu", "bfloat16", "int8")
+    told = status_message(None, status)
+    assert (told.device, told.dtype, told.base_quantization) == ("cpu", "bfloat16", "int8")
+    lost = status_message(status, whole(None, ready=None))
+    assert {name: getattr(lost, name) for name in ("device", "dtype", "base_quantization") if lost.HasField(name)} == {
+        "device": "", "dtype": "", "base_quantization": "",
+    }  # fmt: skip
+    assert not status_message(status, status).HasField("dtype")
+
+
 def test_requests_that_the_engine_has_yet_to_drop_do_not_make_a_negative_queue():
     assert whole(EngineStatus(3, 0, 0, 5, 900.0, 90.0), active=1).waiting_requests == 0
 

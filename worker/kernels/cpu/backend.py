@@ -7,7 +7,7 @@ results (`tape`).
 from __future__ import annotations
 
 import struct
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,20 +19,11 @@ from worker.kernels.cpu.linear import pack_linear, packed_kind, panels_per_task
 from worker.kernels.cpu.panels import PANEL_OUTPUTS
 from worker.kernels.cpu.plan import adapter_items, attention_items, block_tables
 from worker.kernels.cpu.pool import Pool
-from worker.kernels.cpu.program import ROW, Op
+from worker.kernels.cpu.program import ADAPTERS, EMBED_IDS, POSITIONS, ROW, SEEN, SLOTS, TASKS, Op
 from worker.kernels.cpu.tape import Recorder, Tapes
 from worker.kernels.draws import Draws
 from worker.kernels.layout import Arena, Batch, Site
 from worker.kernels.linear import Linear
-
-_MOVING: Final = {
-    Op.EMBED: [6],
-    Op.ROTATE_AND_STORE: [9, 19],
-    Op.ATTEND: [1, 9, 13, 14, 15, 16, 17],
-    Op.LORA_ADD: [1, 7, 8, 9, 10, 13, 14],
-}
-"""Columns of rows (`program`) that differ between steps of one kind: what points to their tokens, blocks and adapters,
-and how many there are."""
 
 
 class CpuBackend:
@@ -231,15 +222,13 @@ class CpuStep:
         if tape is None:
             return None
         positions = self._attention[1]
-        moved = {
-            Op.EMBED: (token_ids.data_ptr(),),
-            Op.ROTATE_AND_STORE: (positions, self._slots),
-            Op.ATTEND: (self._seen[-1] * self._heads[1], positions, *self._seen),
-        }
+        tape.rewrite(Op.EMBED, {EMBED_IDS: token_ids.data_ptr()})
+        tape.rewrite(Op.ROTATE_AND_STORE, {POSITIONS: positions, SLOTS: self._slots})
+        seen = dict(zip(SEEN, self._seen, strict=True))
+        tape.rewrite(Op.ATTEND, {TASKS: self._seen[-1] * self._heads[1], POSITIONS: positions, **seen})
         if self._num_lora_items:
-            moved[Op.LORA_ADD] = (self._num_lora_items, *self._lora[1:5], *self._lora_items)
-        for operation, values in moved.items():
-            tape.rewrite(operation, _MOVING[operation], values)
+            adapters = dict(zip(ADAPTERS, (*self._lora[1:5], *self._lora_items), strict=True))
+            tape.rewrite(Op.LORA_ADD, {TASKS: self._num_lora_items, **adapters})
         self._kernels.pool.run(tape.program)
         return tape.remembered
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from worker.kernels.cpu.compiling import compile_kernels
-from worker.kernels.cpu.program import ACTIVE, FAILED, MAX_TASKS, STATE_WORDS, follow, lead
+from worker.kernels.cpu.program import ACTIVE, FAILED, MAX_TASKS, STATE_WORDS, TASKS, follow, lead
 
 
 class Pool:
@@ -30,8 +30,8 @@ class Pool:
 
         Raises MemoryError when there was no room for a task's intermediate results; nothing runs any more then.
         """
-        if len(program) and int(program[:, 1].max()) > MAX_TASKS:
-            raise ValueError(f"an operation has {program[:, 1].max()} tasks; at most {MAX_TASKS} can be counted")
+        if len(program) and int(program[:, TASKS].max()) > MAX_TASKS:
+            raise ValueError(f"an operation has {program[:, TASKS].max()} tasks; at most {MAX_TASKS} can be counted")
         with self._turn:
             self._state[FAILED], self._state[ACTIVE] = 0, 1
             for wake in self._wake:

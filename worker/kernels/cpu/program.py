@@ -48,6 +48,16 @@ class Op(IntEnum):
 ROW: Final = 24
 """Numbers in a row."""
 
+# Columns of every row, and those that differ between steps of one kind: what points to their tokens, blocks and
+# adapters, and how many there are. `run_task` tells the others.
+OPERATION, TASKS = 0, 1
+EMBED_IDS: Final = 6
+POSITIONS, SLOTS = 9, 19
+SEEN: Final = range(13, 18)
+TABLES, NUM_TABLES, TABLE_BLOCKS, ATTEND_ITEMS, NUM_ATTEND_ITEMS = SEEN
+ADAPTERS: Final = (7, 8, 9, 10, 13, 14)
+RECORDS, NUM_RECORDS, STARTS, NUM_ADAPTERS, LORA_ITEMS, NUM_LORA_ITEMS = ADAPTERS
+
 # The words that threads share.
 TICKET, DONE, CURRENT, ACTIVE, FAILED = 0, 8, 16, 24, 25  # a cache line apart, but for what is seldom written
 STATE_WORDS: Final = 32
@@ -84,7 +94,7 @@ def _task_rows(rows: Any, columns: Any, task: int) -> Any:
 @njit(**COMPILED)
 def run_task(p: Any, task: int) -> None:
     """Compute one task of the operation in row `p`."""
-    op = p[0]
+    op = p[OPERATION]
     if op == _LINEAR:  # kind, x, rows, inner, weight, outputs, scales, bias, y, panels of a task
         linear(p[2], p[3], p[4], p[5], p[6], p[7], p[8], p[9], p[10], p[11], task)
     elif op == _RMS_NORM:  # x, rows, columns, weight, eps, out
@@ -104,10 +114,12 @@ def run_task(p: Any, task: int) -> None:
         silu_mul(_floats(p[2], p[3], 2 * p[4]), _floats(p[5], p[3], p[4]), first, end)
     elif op == _LORA_ADD:
         # x, inner, y, outputs, arena, records, their number, starts, adapters, places, place, items, their number
-        records, starts, items = _ints(p[7], p[8], _RECORD), _ints(p[9], p[10], p[11] + 1), _ints(p[13], p[14], 3)
+        records, starts = _ints(p[RECORDS], p[NUM_RECORDS], _RECORD), _ints(p[STARTS], p[NUM_ADAPTERS], p[11] + 1)
+        items = _ints(p[LORA_ITEMS], p[NUM_LORA_ITEMS], 3)
         lora_add(p[2], 4 * p[3], p[6], records, starts, p[12], items, p[4], 4 * p[5], task)
     elif op == _EMBED:  # kind, weight, inner, scales, ids, rows, out
-        embed(p[2], p[3], p[4], p[5], carray(address(p[6]), (p[7],), np.int64), _floats(p[8], p[7], p[4]), task)
+        ids = carray(address(p[EMBED_IDS]), (p[7],), np.int64)
+        embed(p[2], p[3], p[4], p[5], ids, _floats(p[8], p[7], p[4]), task)
     elif op == _LARGEST:  # x, rows, columns, values, places
         values, places = carray(address(p[5]), (p[3],), np.float32), carray(address(p[6]), (p[3],), np.int64)
         largest(_floats(p[2], p[3], p[4]), values, places, task)
@@ -122,10 +134,10 @@ def _attention_task(p: Any, task: int) -> None:
     # qkv, rows, Hq, Hk, D, elements of a block, layer, positions, cache, its elements, cache is bfloat16, then
     shape = (p[4], p[5], p[6], p[7])
     qkv = _floats(p[2], p[3], (p[4] + 2 * p[5]) * p[6])
-    positions = carray(address(p[9]), (p[3],), np.int64)
-    if p[0] == _ROTATE_AND_STORE:  # norm, its rows, eps, cos, sin, positions in them, slots
+    positions = carray(address(p[POSITIONS]), (p[3],), np.int64)
+    if p[OPERATION] == _ROTATE_AND_STORE:  # norm, its rows, eps, cos, sin, positions in them, slots
         norm, cos, sin = _floats(p[13], p[14], p[6]), _floats(p[16], p[18], p[6] // 2), _floats(p[17], p[18], p[6] // 2)
-        slots = carray(address(p[19]), (p[3],), np.int64)
+        slots = carray(address(p[SLOTS]), (p[3],), np.int64)
         first, end = _task_rows(*qkv.shape, task)
         if p[12]:
             kv = carray(address(p[10]), (p[11],), np.uint16)
@@ -134,7 +146,8 @@ def _attention_task(p: Any, task: int) -> None:
             kv = carray(address(p[10]), (p[11],), np.float32)
             rotate_and_store(qkv, norm, _float(p, 15), cos, sin, positions, kv, slots, shape, p[8], first, end)
     else:  # tables, requests, blocks, items, their number, out
-        tables, items = _ints(p[13], p[14], p[15]), _ints(p[16], p[17], 3)
+        tables = _ints(p[TABLES], p[NUM_TABLES], p[TABLE_BLOCKS])
+        items = _ints(p[ATTEND_ITEMS], p[NUM_ATTEND_ITEMS], 3)
         kind = _BFLOAT16 if p[12] else _FLOAT32
         attend(p[2], qkv.strides[0], positions, kind, p[10], tables, items, shape, p[8], p[18], task)
 
@@ -189,7 +202,7 @@ def lead(program: Any, state: Any) -> None:
     it or waits for it, and then the program.
     """
     for index in range(len(program)):
-        tasks = program[index, 1]
+        tasks = program[index, TASKS]
         atomic_store(state, DONE, 0)
         atomic_store(state, CURRENT, program[index].ctypes.data)
         sequence = ((atomic_load(state, TICKET) >> (2 * _TASK_BITS)) + 1) & _SEQUENCE_MASK

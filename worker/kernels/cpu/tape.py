@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -19,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker.kernels.cpu.program import ROW
+from worker.kernels.cpu.program import OPERATION, ROW
 
 MOST_TAPES: Final = 64
 """Sizes of steps that are remembered, the latest used."""
@@ -88,12 +89,12 @@ class Tape:
     rows_of: dict[int, NDArray[np.int64]] = field(default_factory=dict)
     """Which rows of the program are an operation's, for those that were asked for."""
 
-    def rewrite(self, operation: int, columns: list[int], values: tuple[int, ...]) -> None:
-        """Write the same values into some columns of all rows of an operation."""
+    def rewrite(self, operation: int, values: Mapping[int, int]) -> None:
+        """Write the same values, by column, into all rows of an operation."""
         rows = self.rows_of.get(operation)
         if rows is None:
-            rows = self.rows_of[operation] = np.flatnonzero(self.program[:, 0] == operation)
-        self.program[rows[:, None], columns] = values
+            rows = self.rows_of[operation] = np.flatnonzero(self.program[:, OPERATION] == operation)
+        self.program[rows[:, None], list(values)] = list(values.values())
 
 
 class Tapes:

@@ -1,4 +1,4 @@
-"""`Placement` for the Triton kernels: an adapter's tiles in its chunks, its entries in the table on the device."""
+"""`Placer` for the Triton kernels: an adapter's tiles in its chunks, its entries in the table on the device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TableAdapter(PlacedAdapter):
     slot: int
 
 
-class TablePlacement:
+class TablePlacer:
     """Owns the table. Adapters are copied on a stream of their own, after all that the engine's has enqueued."""
 
     def __init__(self, arena: Arena, sites: Sequence[SiteShape], *, num_slots: int) -> None:
@@ -53,7 +53,7 @@ class TablePlacement:
     def place(
         self, slot: int, version_digest: str, modules: Sequence[PlacedModule], chunk_ids: Sequence[int]
     ) -> TableAdapter:
-        """See Placement."""
+        """See Placer."""
         image = self._image(modules)
         used = len(image.chunks)
         if used > len(chunk_ids):
@@ -67,7 +67,7 @@ class TablePlacement:
         return TableAdapter(version_digest, records, records.reshape(-1), image.tile_bytes, used, slot)
 
     def forget(self, slot: int) -> None:
-        """See Placement. On the engine's stream: what is enqueued still reads the entries, a later load writes them."""
+        """See Placer. On the engine's stream: what is enqueued still reads the entries, a later load writes them."""
         self.table.clear(slot)
 
     def _image(self, modules: Sequence[PlacedModule]) -> AdapterImage:

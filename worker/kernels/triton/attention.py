@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker.kernels.layout import BLOCK_TOKENS
+from worker.kernels.layout import AttentionShape
 from worker.kernels.triton.attend import attend_kernel, combine_kernel
 from worker.kernels.triton.platform import COMPILE, Platform, power_of_2
 from worker.kernels.triton.rope import rope_kernel
@@ -27,30 +27,6 @@ _COMBINE_SIDE: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """A base model's heads, and the chunk that holds 16 positions of all its layers."""
-
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-    @property
-    def per_kv(self) -> int:
-        """Query heads that read the same keys."""
-        return self.num_heads // self.num_kv_heads
-
-    def chunk_bytes(self, itemsize: int) -> int:
-        """Bytes of a chunk [layers][2][kv_heads][16][head_dim]."""
-        return self.num_layers * 2 * self.num_kv_heads * BLOCK_TOKENS * self.head_dim * itemsize
-
-    @property
-    def prefill_rows(self) -> int:
-        """Rows of one request that a prefill program computes."""
-        return max(1, _PREFILL_LINES // power_of_2(self.per_kv))
-
-
-@dataclass(frozen=True, slots=True)
 class AttentionWork:
     """Rows to attend for in a step, the same for every layer: decodes, or parts of prompts."""
 
@@ -61,6 +37,16 @@ class AttentionWork:
     """[n] int32: chunk ids, each request's in the order of positions."""
     rows: Tensor | None
     """Decodes: [rows, 3] int32: row, its first item, its items; a row without any gets zeros. None for prompts."""
+
+
+def queries_per_key(shape: AttentionShape) -> int:
+    """Return how many query heads read the same keys."""
+    return shape.num_heads // shape.num_kv_heads
+
+
+def prefill_rows(shape: AttentionShape) -> int:
+    """Return how many rows of one request a prefill program computes."""
+    return max(1, _PREFILL_LINES // power_of_2(queries_per_key(shape)))
 
 
 def decode_items(decodes: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -79,8 +65,8 @@ def decode_items(decodes: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray
 
 
 def prefill_items(shape: AttentionShape, chunks: Sequence[tuple[int, int, int, int]]) -> NDArray[np.int32]:
-    """Cut chunks (first block, first row, rows, position) into items of at most `shape.prefill_rows` rows."""
-    step = shape.prefill_rows
+    """Cut chunks (first block, first row, rows, position) into items of at most `prefill_rows` rows."""
+    step = prefill_rows(shape)
     cut = [
         (block, row + done, min(step, rows - done), position + done, 0)
         for block, row, rows, position in chunks
@@ -116,12 +102,12 @@ def attention(
     if not len(work.items):
         return
     decodes = work.rows is not None
-    dim_2 = power_of_2(shape.head_dim)
+    per_kv, dim_2 = queries_per_key(shape), power_of_2(shape.head_dim)
     attend_kernel[(len(work.items), shape.num_kv_heads)](
         q, arena, work.blocks, work.items, out, room[0], room[1], layer, math.log2(math.e) / math.sqrt(shape.head_dim),
-        KV_HEADS=shape.num_kv_heads, PER_KV=shape.per_kv, PER_KV_2=power_of_2(shape.per_kv),
-        DIM=shape.head_dim, DIM_2=dim_2, CHUNK_BYTES=shape.chunk_bytes(q.element_size()),
-        ROWS=1 if decodes else shape.prefill_rows, BLOCK=_KEYS_PER_BLOCK,
+        KV_HEADS=shape.num_kv_heads, PER_KV=per_kv, PER_KV_2=power_of_2(per_kv),
+        DIM=shape.head_dim, DIM_2=dim_2, CHUNK_BYTES=shape.block_elements * q.element_size(),
+        ROWS=1 if decodes else prefill_rows(shape), BLOCK=_KEYS_PER_BLOCK,
         PER_SPLIT=KEYS_PER_SPLIT if decodes else 1 << 30, PARTIAL=decodes, STAGES=platform.stages, DOT=platform.dot,
         num_warps=4 if decodes else _PREFILL_WARPS, **COMPILE,
     )  # fmt: skip
@@ -159,7 +145,7 @@ def rope(
     rope_kernel[(len(qkv), -(-heads // _ROPE_HEADS))](
         qkv, delta_of, adapted, weight, cos, sin, positions, slots, q, arena, layer, eps,
         Q_HEADS=shape.num_heads, KV_HEADS=shape.num_kv_heads, DIM=shape.head_dim,
-        HALF_2=power_of_2(shape.head_dim // 2), CHUNK_BYTES=shape.chunk_bytes(qkv.element_size()),
+        HALF_2=power_of_2(shape.head_dim // 2), CHUNK_BYTES=shape.block_elements * qkv.element_size(),
         HEADS=_ROPE_HEADS, DELTA=delta is not None, NORM=norm is not None, LARGEST=torch.finfo(qkv.dtype).max,
         num_warps=4,
         **COMPILE,

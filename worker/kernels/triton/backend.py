@@ -18,8 +18,8 @@ from worker.kernels.interface import Forward
 from worker.kernels.layout import Arena, Batch
 from worker.kernels.linear import Linear
 from worker.kernels.placing import SiteShape
-from worker.kernels.triton.adapters import TablePlacement
-from worker.kernels.triton.attention import AttentionShape, AttentionWork, attention_room
+from worker.kernels.triton.adapters import TablePlacer
+from worker.kernels.triton.attention import AttentionWork, attention_room
 from worker.kernels.triton.drawing import draw
 from worker.kernels.triton.graphs import DecodeGraphs
 from worker.kernels.triton.lora import LoraConfig, allocate_h
@@ -52,11 +52,10 @@ class TritonKernels:
 
     def __init__(self, arena: Arena, cos: Tensor, sin: Tensor) -> None:
         """cos, sin [positions, D/2] float32 on the arena's device."""
-        shape = arena.shape
         self._arena, self._max_positions = arena, len(cos)
         device = arena.memory.device
         self._model = Model(
-            AttentionShape(shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_dim),
+            arena.shape,
             Platform.of(device, arena.kv.dtype),
             arena.kv.dtype,
             arena.memory,
@@ -67,9 +66,9 @@ class TritonKernels:
             table=None,
         )
 
-    def placement(self, sites: Sequence[SiteShape], *, num_slots: int) -> TablePlacement:
+    def placement(self, sites: Sequence[SiteShape], *, num_slots: int) -> TablePlacer:
         """See DeviceKernels."""
-        placement = TablePlacement(self._arena, sites, num_slots=num_slots)
+        placement = TablePlacer(self._arena, sites, num_slots=num_slots)
         lora = LoraConfig(placement.geometry, self._model.platform, FORMATS)
         self._model = replace(self._model, lora=lora, table=placement.table)
         return placement

@@ -1,7 +1,7 @@
 """Which tile lies where: the table the kernels read, and an adapter's image as it will lie in its chunks.
 
 The table is int64 [layers, slots · stride]; a slot's part of a layer holds, for every module and factor, the entry of
-rank tile t and column range c at `base + t · ranges + c`. An entry is `offset / 64 << 8 | format << 5 | rows`, 0 where
+rank tile t and column range c at `base + t · ranges + c`. An entry is `offset / 32 << 8 | format << 5 | rows`, 0 where
 there is no tile. Host code counts; only `TileTable.put` and `clear` touch the device, on the current stream.
 """
 
@@ -91,11 +91,11 @@ class AdapterImage:
     entries: NDArray[np.int64]
     """[layers, stride]: format and rows of every entry; `place_of` says where the tile lies."""
     place_of: NDArray[np.int64]
-    """[layers, stride, 2]: chunk in `chunks`, and offset in units of 64 bytes."""
+    """[layers, stride, 2]: chunk in `chunks`, and offset in units of ALIGNMENT."""
     summary: NDArray[np.int32]
-    """[modules, 4]: see TileTable.summary."""
+    """[modules, 2]: see TileTable.summary."""
     tile_bytes: int
-    """Bytes of all tiles, without what alignment and chunks' ends leave unused."""
+    """Bytes of all tiles with their alignment, without what chunks' ends leave unused."""
 
 
 def build_image(geometry: Geometry, num_layers: int, tiles: ModuleTiles, chunk_bytes: int) -> AdapterImage:
@@ -105,7 +105,7 @@ def build_image(geometry: Geometry, num_layers: int, tiles: ModuleTiles, chunk_b
     bases = geometry.bases()
     entries = np.zeros((num_layers, geometry.stride), dtype=np.int64)
     place_of = np.zeros((num_layers, geometry.stride, 2), dtype=np.int64)
-    summary = np.zeros((len(geometry.modules()), 4), dtype=np.int32)
+    summary = np.zeros((len(geometry.modules()), 2), dtype=np.int32)
     flat: list[Bytes] = []
     layers: list[int] = []
     columns: list[int] = []
@@ -114,7 +114,7 @@ def build_image(geometry: Geometry, num_layers: int, tiles: ModuleTiles, chunk_b
         most = max((len(ranks) for ranks in by_layer), default=0)
         if most > geometry.max_tiles:
             raise ValueError(f"module {module} has {most} rank tiles, room is for {geometry.max_tiles}")
-        summary[row] = _summary([ranks for ranks in by_layer if ranks])
+        summary[row] = _summary(by_layer)
         for layer, ranks in enumerate(by_layer):
             for t, rank_tile in enumerate(ranks):
                 for factor, cut in ((0, rank_tile.a), (1, rank_tile.b)):
@@ -126,11 +126,10 @@ def build_image(geometry: Geometry, num_layers: int, tiles: ModuleTiles, chunk_b
                     flat += cut
                     layers += [layer] * count
                     columns += range(first, first + count)
-    sizes = [len(tile) for tile in flat]
-    placed = place(sizes, chunk_bytes)
+    placed = place([len(tile) for tile in flat], chunk_bytes)
     place_of[layers, columns, 0] = placed.chunks
     place_of[layers, columns, 1] = placed.offsets // ALIGNMENT
-    return AdapterImage(_fill(flat, placed, chunk_bytes), entries, place_of, summary, sum(sizes))
+    return AdapterImage(_fill(flat, placed, chunk_bytes), entries, place_of, summary, placed.used_bytes)
 
 
 class TileTable:
@@ -143,8 +142,8 @@ class TileTable:
         self.stride = geometry.stride
         self.sites = tuple(SiteEntries.of(geometry, site) for site in range(len(geometry.sites)))
         self.entries: Tensor = torch.zeros(num_layers, num_slots * self.stride, dtype=torch.int64, device=device)
-        self.summary = np.zeros((num_slots, len(geometry.modules()), 4), dtype=np.int32)
-        """By slot and module: rank tiles, tiles of 16 rows in the layer with most and least of them, set of formats."""
+        self.summary = np.zeros((num_slots, len(geometry.modules()), 2), dtype=np.int32)
+        """By slot and module: rank tiles in the layer with most of them, set of formats."""
         self.version = 0
         """Goes up with every change: what was planned under another version may not hold."""
         self._chunk_bytes = chunk_bytes
@@ -169,12 +168,9 @@ class TileTable:
         return self.entries[:, slot * self.stride : (slot + 1) * self.stride]
 
 
-def _summary(by_layer: Sequence[tuple[RankTile, ...]]) -> tuple[int, int, int, int]:
-    if not by_layer:
-        return (0, 0, 0, 0)
-    full = [sum(tile.rows == TILE_ROWS for tile in ranks) for ranks in by_layer]
+def _summary(by_layer: Sequence[tuple[RankTile, ...]]) -> tuple[int, int]:
     formats = {tile.format for ranks in by_layer for tile in ranks}
-    return (max(map(len, by_layer)), max(full), min(full), sum(1 << fmt for fmt in formats))
+    return (max(map(len, by_layer), default=0), sum(1 << fmt for fmt in formats))
 
 
 def _fill(tiles: Sequence[Bytes], placed: TilePlaces, chunk_bytes: int) -> NDArray[np.uint8]:

@@ -75,8 +75,8 @@ def entry_format(entry):
 
 @triton.jit
 def entry_offset(entry):
-    """Offset of a tile in the arena in bytes. The product tells the compiler that it is a multiple of 64."""
-    return (entry >> 8) * 64
+    """Offset of a tile in the arena in bytes. The product tells the compiler that it is a multiple of 32."""
+    return (entry >> 8) * 32
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """The second half, for decode and prefill alike: y (or delta) = B h, over all modules of a site in one launch.
 
 One program computes up to ROWS rows of one group for GROUPS groups of 64 columns (the batch axis of `tl.dot`, dealt to
-the warps). A remainder tile's line of 16 elements holds P columns of 16 / P rows: h is laid out block-diagonally, P
-times, so that one product serves all P and lines are still read whole.
+the warps). B lies with columns innermost, as read: lanes of rank rows that a tile does not have read nothing, and the
+operand is turned on its way through shared memory, which it takes anyway.
 """
 
 import triton
@@ -27,148 +27,82 @@ from worker.kernels.triton.elements import (
 
 @triton.jit
 def _inputs(
-    arena_ptr, table_ptr, h_ptr, entry_at, cell, t, tiles, c, first_row, rows, TILE: tl.constexpr, RANGES,
+    arena_ptr, table_ptr, h_ptr, entry_at, cell, t, tiles, c, first_row, rows, RANGES,
     PARTS: tl.constexpr, GROUP_ROWS: tl.constexpr, ROWS: tl.constexpr, SIDE: tl.constexpr, FMT: tl.constexpr,
 ):
-    """Find tiles t .. t + SIDE - 1 of TILE rows in format FMT: which there are, addresses, h [16 · SIDE, P · ROWS]."""
+    """Find the rank rows of tiles t .. t + SIDE - 1 in format FMT.
+
+    Returns h [16 · SIDE, ROWS] and, [16 · SIDE] each, which rows there are, their tiles' addresses and numbers of rows.
+    """
     s = tl.arange(0, 16 * SIDE)
     mine = t + s // 16
     entry = tl.load(table_ptr + entry_at + mine * RANGES + c, mask=mine < tiles, other=0)
-    ok = (entry_rows(entry) == TILE) & (entry_format(entry) == FMT)
-    q = tl.arange(0, 16 // TILE * ROWS)
-    i = first_row + q % ROWS
-    mask = ok[:, None] & (((s % 16) // TILE)[:, None] == (q // ROWS)[None, :]) & (i < rows)[None, :]
-    h = tl.zeros((16 * SIDE, 16 // TILE * ROWS), tl.float32)
-    at = h_ptr + ((cell + mine).to(tl.int64) * (PARTS * GROUP_ROWS * 16) + s % TILE)[:, None] + i[None, :] * 16
+    tile_rows = entry_rows(entry)
+    ok = (s % 16 < tile_rows) & (entry_format(entry) == FMT)
+    i = first_row + tl.arange(0, ROWS)
+    mask = ok[:, None] & (i < rows)[None, :]
+    h = tl.zeros((16 * SIDE, ROWS), tl.float32)
+    at = h_ptr + ((cell + mine).to(tl.int64) * (PARTS * GROUP_ROWS * 16) + s % 16)[:, None] + i[None, :] * 16
     for part in tl.static_range(PARTS):
         h += tl.load(at + part * (GROUP_ROWS * 16), mask=mask, other=0.0)
-    return ok, arena_ptr + entry_offset(entry), h
-
-
-@triton.jit
-def _wide_product(
-    arena_ptr, table_ptr, h_ptr, entry_at, cell, t, tiles, c, g, groups, first_row, rows, TILE: tl.constexpr, RANGES,
-    PARTS: tl.constexpr, GROUP_ROWS: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, SIDE: tl.constexpr,
-    FMT: tl.constexpr, ELEMENT: tl.constexpr, DOT: tl.constexpr, MAGIC: tl.constexpr,
-):
-    """Return B hᵀ [GROUPS, 64, ROWS] of the tiles t .. t + SIDE - 1 of TILE rows in the INT8 or 16-bit format FMT.
-
-    g [GROUPS] numbers the column groups in their range c, which has `groups` of them.
-    """
-    P: tl.constexpr = 16 // TILE
-    ok, tile, h = _inputs(
-        arena_ptr, table_ptr, h_ptr, entry_at, cell, t, tiles, c, first_row, rows, TILE, RANGES,
-        PARTS, GROUP_ROWS, ROWS, SIDE, FMT,
-    )
-    s = tl.arange(0, 16 * SIDE) % 16
-    m = tl.arange(0, 64 // P)[None, :, None]
-    line = tile.to(tl.pointer_type(ELEMENT))[None, None, :] + (g[:, None, None] * (64 // P) + m) * 16 + s[None, None, :]
-    weights = tl.load(line, mask=ok[None, None, :] & (g < groups)[:, None, None], other=0)
-    hs = tl.broadcast_to(h.to(DOT)[None, :, :], (GROUPS, 16 * SIDE, P * ROWS))
-    y = tl.dot(operand(weights, DOT, MAGIC), hs)
-    if P == 1:
-        return y
-    # [groups, half, line, plane, row] to columns as they lie in y
-    y = tl.permute(tl.reshape(y, (GROUPS, 2, 32 // P, P, ROWS)), (0, 1, 3, 2, 4))
-    return tl.reshape(y, (GROUPS, 64, ROWS))
-
-
-@triton.jit
-def _nibble_product(
-    arena_ptr, table_ptr, h_ptr, entry_at, cell, t, tiles, c, g, groups, first_row, rows, TILE: tl.constexpr, RANGES,
-    PARTS: tl.constexpr, GROUP_ROWS: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, SIDE: tl.constexpr,
-    FMT: tl.constexpr, DOT: tl.constexpr,
-):
-    """As `_wide_product` for INT4, in the two halves that nibbles come in, [GROUPS, 32, ROWS] each.
-
-    A scale belongs to a column group and a rank row, so it goes into that group's copy of h.
-    """
-    P: tl.constexpr = 16 // TILE
-    ok, tile, h = _inputs(
-        arena_ptr, table_ptr, h_ptr, entry_at, cell, t, tiles, c, first_row, rows, TILE, RANGES,
-        PARTS, GROUP_ROWS, ROWS, SIDE, FMT,
-    )
-    s = tl.arange(0, 16 * SIDE) % 16
-    m = tl.arange(0, 32 // P)[None, :, None]
-    inside = ok[None, :] & (g < groups)[:, None]
-    scale_at = (tile + groups * (32 * TILE)).to(tl.pointer_type(tl.bfloat16)) + s % TILE
-    scale = tl.load(scale_at[None, :] + g[:, None] * TILE, mask=inside, other=0.0).to(tl.float32)
-    hs = (h[None, :, :] * scale[:, :, None]).to(DOT)
-    line = tile[None, None, :] + (g[:, None, None] * (32 // P) + m) * 16 + s[None, None, :]
-    weights = tl.load(line, mask=ok[None, None, :] & (g < groups)[:, None, None], other=0x88)
-    low, high = nibbles(weights, DOT)
-    a = tl.dot(low, hs)
-    b = tl.dot(high, hs)
-    if P == 1:
-        return a, b
-    a = tl.permute(tl.reshape(a, (GROUPS, 32 // P, P, ROWS)), (0, 2, 1, 3))
-    b = tl.permute(tl.reshape(b, (GROUPS, 32 // P, P, ROWS)), (0, 2, 1, 3))
-    return tl.reshape(a, (GROUPS, 32, ROWS)), tl.reshape(b, (GROUPS, 32, ROWS))
+    return h, ok, arena_ptr + entry_offset(entry), tile_rows
 
 
 @triton.jit
 def _wide_tiles(
-    acc, arena_ptr, table_ptr, h_ptr, entry_at, cell, tiles, most_full, least_full, c, g, groups, first_row, rows,
+    acc, arena_ptr, table_ptr, h_ptr, entry_at, cell, tiles, c, g, groups, first_row, rows,
     RANGES, PARTS: tl.constexpr, GROUP_ROWS: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, SIDE: tl.constexpr,
     FMT: tl.constexpr, ELEMENT: tl.constexpr, DOT: tl.constexpr, MAGIC: tl.constexpr,
 ):
-    """Add the products of all tiles of one INT8 or 16-bit format."""
-    for t in tl.range(0, most_full, SIDE, num_stages=1):
-        acc += _wide_product(
-            arena_ptr, table_ptr, h_ptr, entry_at, cell, t, most_full, c, g, groups, first_row, rows, 16, RANGES,
-            PARTS, GROUP_ROWS, ROWS, GROUPS, SIDE, FMT, ELEMENT, DOT, MAGIC,
+    """Add B hᵀ [GROUPS, 64, ROWS] of all tiles in the INT8 or 16-bit format FMT, SIDE at a time.
+
+    g [GROUPS] numbers the column groups in their range c, which has `groups` of them.
+    """
+    s = tl.arange(0, 16 * SIDE) % 16
+    j = tl.arange(0, 64)[None, None, :]
+    for t in tl.range(0, tiles, SIDE, num_stages=1):
+        h, ok, tile, _ = _inputs(
+            arena_ptr, table_ptr, h_ptr, entry_at, cell, t, tiles, c, first_row, rows, RANGES,
+            PARTS, GROUP_ROWS, ROWS, SIDE, FMT,
         )
-    for t in tl.range(least_full, tiles, num_stages=1):
-        entry = tl.load(table_ptr + entry_at + t * RANGES + c)
-        if entry_format(entry) == FMT:
-            if entry_rows(entry) == 8:
-                acc += _wide_product(
-                    arena_ptr, table_ptr, h_ptr, entry_at, cell, t, tiles, c, g, groups, first_row, rows, 8, RANGES,
-                    PARTS, GROUP_ROWS, ROWS, GROUPS, 1, FMT, ELEMENT, DOT, MAGIC,
-                )
-            if entry_rows(entry) == 4:
-                acc += _wide_product(
-                    arena_ptr, table_ptr, h_ptr, entry_at, cell, t, tiles, c, g, groups, first_row, rows, 4, RANGES,
-                    PARTS, GROUP_ROWS, ROWS, GROUPS, 1, FMT, ELEMENT, DOT, MAGIC,
-                )
+        at = tile.to(tl.pointer_type(ELEMENT))[None, :, None] + (s * (groups * 64))[None, :, None]
+        inside = ok[None, :, None] & (g < groups)[:, None, None]
+        weights = tl.load(at + g[:, None, None] * 64 + j, mask=inside, other=0)
+        hs = tl.broadcast_to(h.to(DOT)[None, :, :], (GROUPS, 16 * SIDE, ROWS))
+        acc += tl.dot(tl.permute(operand(weights, DOT, MAGIC), (0, 2, 1)), hs)
     return acc
 
 
 @triton.jit
 def _nibble_tiles(
-    acc, arena_ptr, table_ptr, h_ptr, entry_at, cell, tiles, most_full, least_full, c, g, groups, first_row, rows,
-    RANGES, PARTS: tl.constexpr, GROUP_ROWS: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, SIDE: tl.constexpr,
+    arena_ptr, table_ptr, h_ptr, entry_at, cell, tiles, c, g, groups, first_row, rows, RANGES,
+    PARTS: tl.constexpr, GROUP_ROWS: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, SIDE: tl.constexpr,
     FMT: tl.constexpr, DOT: tl.constexpr,
 ):
-    """Add the products of all INT4 tiles."""
+    """Return what `_wide_tiles` adds, for INT4, summed in the two halves that nibbles come in.
+
+    A scale belongs to a column group and a rank row, so it goes into that group's copy of h.
+    """
+    s = tl.arange(0, 16 * SIDE) % 16
+    j = tl.arange(0, 32)[None, None, :]
     low = tl.zeros((GROUPS, 32, ROWS), tl.float32)
     high = tl.zeros((GROUPS, 32, ROWS), tl.float32)
-    for t in tl.range(0, most_full, SIDE, num_stages=1):
-        a, b = _nibble_product(
-            arena_ptr, table_ptr, h_ptr, entry_at, cell, t, most_full, c, g, groups, first_row, rows, 16, RANGES,
-            PARTS, GROUP_ROWS, ROWS, GROUPS, SIDE, FMT, DOT,
+    for t in tl.range(0, tiles, SIDE, num_stages=1):
+        h, ok, tile, tile_rows = _inputs(
+            arena_ptr, table_ptr, h_ptr, entry_at, cell, t, tiles, c, first_row, rows, RANGES,
+            PARTS, GROUP_ROWS, ROWS, SIDE, FMT,
         )
-        low += a
-        high += b
-    for t in tl.range(least_full, tiles, num_stages=1):
-        entry = tl.load(table_ptr + entry_at + t * RANGES + c)
-        if entry_format(entry) == FMT:
-            if entry_rows(entry) == 8:
-                a, b = _nibble_product(
-                    arena_ptr, table_ptr, h_ptr, entry_at, cell, t, tiles, c, g, groups, first_row, rows, 8, RANGES,
-                    PARTS, GROUP_ROWS, ROWS, GROUPS, 1, FMT, DOT,
-                )
-                low += a
-                high += b
-            if entry_rows(entry) == 4:
-                a, b = _nibble_product(
-                    arena_ptr, table_ptr, h_ptr, entry_at, cell, t, tiles, c, g, groups, first_row, rows, 4, RANGES,
-                    PARTS, GROUP_ROWS, ROWS, GROUPS, 1, FMT, DOT,
-                )
-                low += a
-                high += b
+        scale_at = (tile + tile_rows * (groups * 32)).to(tl.pointer_type(tl.bfloat16)) + s
+        inside = ok[None, :] & (g < groups)[:, None]
+        scale = tl.load(scale_at[None, :] + g[:, None] * tile_rows[None, :], mask=inside, other=0.0).to(tl.float32)
+        hs = (h[None, :, :] * scale[:, :, None]).to(DOT)
+        at = (tile + s * (groups * 32))[None, :, None] + g[:, None, None] * 32 + j
+        weights = tl.load(at, mask=inside[:, :, None], other=0x88)
+        w_low, w_high = nibbles(weights, DOT)
+        low += tl.dot(tl.permute(w_low, (0, 2, 1)), hs)
+        high += tl.dot(tl.permute(w_high, (0, 2, 1)), hs)
     both = tl.permute(tl.join(low, high), (0, 3, 1, 2))
-    return acc + tl.reshape(both, (GROUPS, 64, ROWS))
+    return tl.reshape(both, (GROUPS, 64, ROWS))
 
 
 @triton.jit
@@ -215,39 +149,37 @@ def expand_kernel(
         entry_at = low_word(at)
         cell = low_word(at >> 32)
         start = low_word(span)
-        most_full = bits(span, 46, 6)
-        least_full = bits(span, 52, 6)
-        formats = bits(span, 58, 4)
+        formats = bits(span, 46, 4)
         c = nb * BN // 1024
         g = (nb * GROUPS) % 16 + tl.arange(0, GROUPS)
         all_groups = (width + 63) // 64
         groups = tl.minimum(16, all_groups - c * 16)
         ranges = (width + 1023) // 1024
         acc = tl.zeros((GROUPS, 64, ROWS), tl.float32)
+        if INT4:  # first, as its two halves are more sums to hold
+            if formats & 4:
+                acc = _nibble_tiles(
+                    arena_ptr, table_ptr, h_ptr, entry_at, cell, tiles, c, g, groups, first_row, rows, ranges,
+                    PARTS, GROUP_ROWS, ROWS, GROUPS, SIDE, FORMAT_INT4, DOT,
+                )
         if INT8:
             if formats & 2:
                 acc = _wide_tiles(
-                    acc, arena_ptr, table_ptr, h_ptr, entry_at, cell, tiles, most_full, least_full, c, g, groups,
+                    acc, arena_ptr, table_ptr, h_ptr, entry_at, cell, tiles, c, g, groups,
                     first_row, rows, ranges, PARTS, GROUP_ROWS, ROWS, GROUPS, SIDE, FORMAT_INT8, tl.int8, DOT, MAGIC,
                 )
         if BF16:
             if formats & 1:
                 acc = _wide_tiles(
-                    acc, arena_ptr, table_ptr, h_ptr, entry_at, cell, tiles, most_full, least_full, c, g, groups,
+                    acc, arena_ptr, table_ptr, h_ptr, entry_at, cell, tiles, c, g, groups,
                     first_row, rows, ranges, PARTS, GROUP_ROWS, ROWS, GROUPS, SIDE, FORMAT_BF16, tl.bfloat16, DOT,
                     False,
                 )
         if FP16:
             if formats & 8:
                 acc = _wide_tiles(
-                    acc, arena_ptr, table_ptr, h_ptr, entry_at, cell, tiles, most_full, least_full, c, g, groups,
+                    acc, arena_ptr, table_ptr, h_ptr, entry_at, cell, tiles, c, g, groups,
                     first_row, rows, ranges, PARTS, GROUP_ROWS, ROWS, GROUPS, SIDE, FORMAT_FP16, tl.float16, DOT, False,
-                )
-        if INT4:
-            if formats & 4:
-                acc = _nibble_tiles(
-                    acc, arena_ptr, table_ptr, h_ptr, entry_at, cell, tiles, most_full, least_full, c, g, groups,
-                    first_row, rows, ranges, PARTS, GROUP_ROWS, ROWS, GROUPS, SIDE, FORMAT_INT4, DOT,
                 )
         i = first_row + tl.arange(0, ROWS)
         live = (i < rows)[None, None, :]

@@ -216,6 +216,8 @@ class _Graph:
             assert tensor is not None  # noqa: S101 - decodes have all three
             arrays[place][: len(tensor)] = tensor.numpy()
         self._staged.copy()
+        if batch.pending is not None:
+            batch.pending.fill(self._staged.tensors[_AT.token_ids])
         if self._lora is not None and lora is not None and self._filled != lora.key:
             self._lora.fill(lora.work)
             self._filled = lora.key

@@ -20,8 +20,10 @@ class TilePlaces:
 
     chunks: NDArray[np.int64]
     offsets: NDArray[np.int64]
-    """Bytes from the start of the chunk, multiples of 64."""
+    """Bytes from the start of the chunk, multiples of ALIGNMENT."""
     num_chunks: int
+    used_bytes: int
+    """Of all tiles, each up to the bound on which the next may start."""
 
 
 def place(sizes: Sequence[int], chunk_bytes: int) -> TilePlaces:
@@ -46,4 +48,4 @@ def place(sizes: Sequence[int], chunk_bytes: int) -> TilePlaces:
             used[chunk] += size * here
             left = left[here:]
             chunk += 1
-    return TilePlaces(chunks, offsets, len(used))
+    return TilePlaces(chunks, offsets, len(used), sum(used))

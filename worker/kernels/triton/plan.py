@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker.kernels.layout import Batch, Rows
+from worker.kernels.layout import AttentionShape, Batch, Rows
 from worker.kernels.triton.adapters import TableAdapter
-from worker.kernels.triton.attention import AttentionShape, AttentionWork, decode_items, prefill_items
+from worker.kernels.triton.attention import AttentionWork, decode_items, prefill_items
 from worker.kernels.triton.directory import TileTable
 from worker.kernels.triton.staging import send
 from worker.kernels.triton.work import (

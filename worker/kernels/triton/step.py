@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from worker.kernels.layout import Site
+from worker.kernels.layout import AttentionShape, Site
 from worker.kernels.linear import Linear
-from worker.kernels.triton.attention import AttentionShape, attention, rope
+from worker.kernels.triton.attention import attention, rope
 from worker.kernels.triton.directory import TileTable
 from worker.kernels.triton.fused import add, add_norm, rms_norm, silu_mul
 from worker.kernels.triton.lora import LoraConfig, expand, shrink

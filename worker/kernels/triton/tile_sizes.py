@@ -9,10 +9,10 @@ from worker.kernels.triton.tiles import ALIGNMENT, GROUP, TILE_COLUMNS, TILE_ROW
 
 
 def usable_chunk_bytes(sites: Sequence[SiteShape], chunk_bytes: int) -> int:
-    """Return what `Placement` calls so; below 1 where chunks are too small for the base's tiles.
+    """Return what `Placer` calls so; below 1 where chunks are too small for the base's tiles.
 
-    All chunks but the last hold more than a chunk less the largest tile. Tiles weigh more than an adapter's file at
-    small ranks, which they round up to 4 rows, and for features that are no multiple of 64.
+    All chunks but the last hold more than a chunk less the largest tile. Tiles weigh more than an adapter's file by
+    scales and alignment, and for features that are no multiple of 64.
     """
     modules = {(site.in_features, width) for site in sites for width in site.widths}
     largest = max(_largest_tile(max(sizes)) for sizes in modules)

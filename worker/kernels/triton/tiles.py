@@ -1,20 +1,19 @@
 """How one LoRA factor becomes tiles: the bytes the kernels read. Numpy only, vectorised; knows no arena and no device.
 
-A tile is up to 16 rank rows of one factor over up to 1 024 columns. A rank's remainder is a tile of 4, 8 or 16 rows, so
-a rank costs what it weighs. Columns go in groups of 64 (the last one filled up with zeros), each group as two halves of
-32. The dimension that a kernel sums over is innermost, so that every lane reads 16 bytes at once:
+A tile is up to 16 rank rows of one factor over up to 1 024 columns: a rank's sixteens, and a tile of as many rows as
+are left, so that a rank costs what it weighs. Columns go in groups of 64, the last one filled up with zeros. Both
+factors lie alike, columns innermost, so that a single row is as long a line as one of many and every lane reads 16
+bytes of it at once:
 
-    A  [rows][columns]             INT4: [rows][groups][32], byte j of a group holds column j (low) and 32 + j (high)
-    B  [groups][2][32 / P][P][rows]       with P = 16 / rows: column 32·half + p·(32/P) + m of a group lies in plane p
-                                   of line m, and a line is always 16 elements. With 16 rows that is [columns][16].
-                                   INT4: [groups][32 / P][P][rows], low nibbles are half 0, high nibbles half 1
+    16-bit and INT8    [rows][columns]
+    INT4               [rows][groups][32], byte j of a group holds column j (low nibble) and 32 + j (high), value + 8
 
-A nibble is the value + 8. After the elements come the scales:
+After the elements come the scales:
 
-    A  16-bit and INT8: float32 [rows], alpha/r folded in            INT4: bfloat16 [groups][rows], alpha/r folded in
-    B  16-bit and INT8: none                                   INT4: bfloat16 [groups][rows]
+    16-bit and INT8    of A float32 [rows], alpha/r folded in; of B none
+    INT4               bfloat16 [groups][rows], of A with alpha/r folded in
 
-A tile is at most 33 KiB and starts on 64 bytes.
+A tile is at most 33 KiB and starts on 32 bytes, a sector of a GPU's memory.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ TILE_ROWS: Final = 16
 TILE_COLUMNS: Final = 1024
 GROUP: Final = 64
 """Columns that share an INT4 scale, and the granule of a tile's width."""
-ALIGNMENT: Final = 64
+ALIGNMENT: Final = 32
 """Bytes; offsets into the arena count in these."""
 
 
@@ -86,17 +85,14 @@ def num_column_tiles(features: int) -> int:
 
 
 def rank_rows(rank: int) -> tuple[int, ...]:
-    """Rows of the tiles of a rank: sixteens, then the remainder rounded up to 4, 8 or 16."""
+    """Rows of the tiles of a rank: sixteens, then what is left."""
     full, rest = divmod(rank, TILE_ROWS)
-    if not rest:
-        return (TILE_ROWS,) * full
-    return (*(TILE_ROWS,) * full, 4 if rest <= 4 else 8 if rest <= 8 else TILE_ROWS)
+    return (TILE_ROWS,) * full + ((rest,) if rest else ())
 
 
 def cut(parts: tuple[RankPart, ...]) -> tuple[RankTile, ...]:
-    """Cut a module's parts into tiles, those of 16 rows first. Raises ValueError where shapes contradict each other."""
-    tiles = [tile for part in parts for tile in _cut_part(part)]
-    return tuple(sorted(tiles, key=lambda tile: tile.rows != TILE_ROWS))
+    """Cut a module's parts into tiles, in their order. Raises ValueError where shapes contradict each other."""
+    return tuple(tile for part in parts for tile in _cut_part(part))
 
 
 def _cut_part(part: RankPart) -> list[RankTile]:
@@ -106,10 +102,8 @@ def _cut_part(part: RankPart) -> list[RankTile]:
     for rows in rank_rows(part.rank):
         here = slice(start, start + rows)
         start += rows
-        a_scales = _scales(part, a_scale, here, rows, part.scale[here])
-        b_scales = _scales(part, b_scale, here, rows, None)
-        a_tiles = _cut_columns(_filled(a[here], rows, part.format), a_scales, transposed=False)
-        b_tiles = _cut_columns(_filled(b[here], rows, part.format), b_scales, transposed=True)
+        a_tiles = _cut_columns(a[here], _scales(part, a_scale, here, part.scale[here]))
+        b_tiles = _cut_columns(b[here], _scales(part, b_scale, here, None))
         out.append(RankTile(part.format, rows, a_tiles, b_tiles))
     return out
 
@@ -155,39 +149,22 @@ def _nibbles(packed: NDArray[Any], columns: int) -> NDArray[Any]:
     return np.concatenate((groups, last[:, None]), axis=1)
 
 
-def _filled(factor: NDArray[Any], rows: int, fmt: Format) -> NDArray[Any]:
-    """Fill up a remainder's rows with zeros."""
-    if len(factor) == rows:
-        return factor
-    zero = 0x88 if fmt is Format.INT4 else 0
-    return np.pad(factor, ((0, rows - len(factor)), (0, 0), (0, 0)), constant_values=zero)
-
-
 def _scales(
-    part: RankPart, groups: NDArray[Any] | None, here: slice, rows: int, row_scale: NDArray[np.float32] | None
+    part: RankPart, groups: NDArray[Any] | None, here: slice, row_scale: NDArray[np.float32] | None
 ) -> NDArray[Any] | None:
     """Return a tile's scales: by group, [groups, rows] bfloat16 bits, or by row, [rows]; None without any."""
     if part.format is Format.INT4:
         assert groups is not None  # noqa: S101 - _widened returns them for INT4
-        scales = groups[here].astype(np.float32)
-        return round_to_bfloat16(np.pad(scales, ((0, rows - len(scales)), (0, 0))).T)
-    if row_scale is None:
-        return None
-    return np.pad(row_scale.astype(np.float32), (0, rows - len(row_scale)))
+        return round_to_bfloat16(groups[here].astype(np.float32).T)
+    return None if row_scale is None else row_scale.astype(np.float32)
 
 
-def _cut_columns(factor: NDArray[Any], scales: NDArray[Any] | None, *, transposed: bool) -> tuple[Bytes, ...]:
+def _cut_columns(factor: NDArray[Any], scales: NDArray[Any] | None) -> tuple[Bytes, ...]:
     """Cut [rows, groups, elements] into tiles by column range."""
-    rows, groups, _ = factor.shape
     per_tile = TILE_COLUMNS // GROUP
     out = []
-    for first in range(0, groups, per_tile):
-        span = factor[:, first : first + per_tile]
-        if transposed:
-            planes = TILE_ROWS // rows
-            half = span.reshape(rows, span.shape[1], -1, planes, GROUP // 2 // planes)
-            span = half.transpose(1, 2, 4, 3, 0)
-        pieces = [_raw(span)]
+    for first in range(0, factor.shape[1], per_tile):
+        pieces = [_raw(factor[:, first : first + per_tile])]
         if scales is not None:
             pieces.append(_raw(scales[first : first + per_tile] if scales.ndim == 2 else scales))
         out.append(np.concatenate(pieces))

@@ -8,7 +8,7 @@ Words of the tables (int64 pairs, a count of 0 is nothing to do):
 
     cells   entry of A's first column range | 0             and   first row of the group | rows << 32
     groups  entry of B | first cell << 32 (by slice)        and   first row | rows << 32 | tiles << 40
-                                                                  | most full tiles << 46 | fewest << 52 | formats << 58
+                                                                  | formats << 46
     blocks  first cell | cells << 32                        and   first row | rows << 32   (prefill: cells side by side)
 """
 
@@ -94,15 +94,13 @@ def _site(
     attached: NDArray[np.bool_] = (table.summary[:, modules, 0] > 0).max(axis=1)
     here = attached[group_slots]
     group_slots, starts, counts = group_slots[here], starts[here], counts[here]
-    summary = table.summary[group_slots][:, modules].astype(np.int64)  # [groups, slices, 4]
+    summary = table.summary[group_slots][:, modules].astype(np.int64)  # [groups, slices, 2]
     tiles = summary[:, :, 0]
     first_cell = np.cumsum(tiles.reshape(-1)).reshape(tiles.shape) - tiles
     rows = starts | counts << 32
     groups = np.empty((len(starts), len(modules), 2), dtype=np.int64)
     groups[:, :, 0] = (group_slots[:, None] * table.stride + entries.first_b) | first_cell << 32
-    groups[:, :, 1] = (
-        rows[:, None] | tiles << 40 | summary[:, :, 1] << 46 | summary[:, :, 2] << 52 | summary[:, :, 3] << 58
-    )
+    groups[:, :, 1] = rows[:, None] | tiles << 40 | summary[:, :, 1] << 46
     flat = tiles.reshape(-1)
     within = np.arange(flat.sum()) - np.repeat(np.cumsum(flat) - flat, flat)
     cells = np.empty((int(flat.sum()), 2), dtype=np.int64)

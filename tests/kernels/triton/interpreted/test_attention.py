@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from worker.kernels import reference as oracle
+from worker.kernels.layout import AttentionShape
 from worker.kernels.triton.attention import (
     KEYS_PER_SPLIT,
-    AttentionShape,
     AttentionWork,
     attention,
     attention_room,

@@ -45,9 +45,9 @@ ALL = (
 Q_V = ("self_attn.q_proj", "self_attn.v_proj")
 ADAPTERS: list[tuple[str, int, tuple[str, ...]]] = [
     ("int8", 8, ALL),
-    ("int4", 16, ALL),
-    ("BF16", 4, Q_V),
-    ("int8", 64, ("mlp.up_proj", "mlp.down_proj", "self_attn.o_proj")),
+    ("int4", 13, ALL),
+    ("BF16", 3, Q_V),
+    ("int8", 65, ("mlp.up_proj", "mlp.down_proj", "self_attn.o_proj")),
 ]
 INT4 = (1,)
 EXACT = 2e-5
@@ -170,6 +170,17 @@ def test_adapters_of_all_formats_and_ranks_in_one_step(base: Path, tmp_path: Pat
         ],
         graphed=True,
     )
+
+
+@GRAPHS
+def test_a_step_started_before_the_last_is_answered(graphed: bool, two_layers: Path, tmp_path: Path) -> None:
+    """Its tokens are put into the graph's inputs, or the step's, on the device."""
+    runner = opened(two_layers, tmp_path, TritonBackend(), loaded=[2], cuda_graphs=graphed)
+
+    def jobs() -> list[Job]:
+        return [Job(tokens(3), 4), Job(tokens(18), 2, slot=2, chunk=(15, 3)), Job(tokens(1), 3)]
+
+    assert run_jobs(runner, jobs(), ahead=True) == run_jobs(runner, jobs())
 
 
 def second_logits(runner: ModelRunner, slot: int) -> Tensor:

@@ -24,7 +24,6 @@ from worker.kernels.triton.drawing import draw
 from worker.kernels.triton.staging import send
 from worker.mailbox import Sampling
 from worker.model import choice
-from worker.model.sampler import _draws
 
 ALL = [
     Sampling(temperature=t, top_k=k, top_p=p, min_p=m)
@@ -44,7 +43,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of(samplings: Sequence[Sampling], uniforms: NDArray[np.float64]) -> Draws:
-    return _draws(range(len(samplings)), samplings, uniforms)
+    return Draws.of(range(len(samplings)), samplings, uniforms)
 
 
 def drawn_by_compiled_code(logits: Tensor, draws: Draws) -> list[int]:
@@ -153,7 +152,7 @@ def test_a_row_draws_the_same_token_alone_and_among_others() -> None:
         for row in range(5)
     ]
     turned = [4, 0, 2]
-    some = draw(logits.clone(), _draws(turned, [samplings[row] for row in turned], uniforms[turned])).tolist()
+    some = draw(logits.clone(), Draws.of(turned, [samplings[row] for row in turned], uniforms[turned])).tolist()
     assert together == alone
     assert some == [alone[row] for row in turned]
 
@@ -161,7 +160,7 @@ def test_a_row_draws_the_same_token_alone_and_among_others() -> None:
 def test_rows_that_are_not_drawn_are_left_alone() -> None:
     logits = randn(5, 130)
     before = logits.clone()
-    draw(logits, _draws([1, 4], [Sampling(temperature=0.7, top_p=0.9)] * 2, np.array([0.2, 0.8])))
+    draw(logits, Draws.of([1, 4], [Sampling(temperature=0.7, top_p=0.9)] * 2, np.array([0.2, 0.8])))
     assert torch.equal(logits[[0, 2, 3]], before[[0, 2, 3]])
 
 

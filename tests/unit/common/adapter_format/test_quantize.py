@@ -152,6 +152,41 @@ def test_a_module_that_does_nothing_stays_so(form):
     assert quantized.errors[1] == 0
 
 
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize(
+    ("a_size", "b_size", "scale"),
+    [
+        (1e-30, 1e-30, 2.0),  # no int8 scale holds it, float16 or float32 scales of int4 do
+        (1e-19, 1e-21, 2.0),  # float32 keeps a few digits of the int8 scales
+        (1e-44, 1e-44, 1.0),
+        (1.0, 1.0, 1e-45),
+        (1.0, 1.0, 1e-200),  # its square is no number in float64
+        (1e-44, 1e-44, 1e-300),  # nor is itself
+    ],
+)
+def test_what_is_too_small_to_be_stored_is_told_as_lost_and_never_as_exact(form, a_size, b_size, scale):
+    rng = np.random.default_rng(0)
+    a = (rng.standard_normal((4, 64)) * a_size).astype(np.float32)
+    b = (rng.standard_normal((48, 4)) * b_size).astype(np.float32)
+    module = PackedModule("layers.0.mlp.up_proj", 4, scale, "F32", a, b)
+    zero = PackedModule("layers.1.mlp.up_proj", 4, scale, "F32", a, np.zeros_like(b))
+    off = PackedModule("layers.2.mlp.up_proj", 4, 0.0, "F32", a, b)
+    quantized = quantize(adapter_of(module, zero, off), form)
+    # Exact in units of a_size * b_size * scale, which may be no number itself.
+    unit_a, unit_b = a.astype(np.float64) / a_size, b.astype(np.float64) / b_size
+    exact = unit_b @ unit_a
+    rows = [(wide_b.astype(np.float64), wide_a.astype(np.float64)) for wide_a, wide_b in _rows(quantized, 0)]
+    stored = np.sum([wide_b / b_size @ (wide_a / a_size) for wide_b, wide_a in rows], axis=0) / scale
+    error = float(np.linalg.norm(stored - exact) / np.linalg.norm(exact))
+    assert quantized.errors[0] == pytest.approx(error, rel=1e-3)
+    assert quantized.errors[0] > 0
+    assert quantized.errors[1:] == (0, 0)
+
+
+def _rows(quantized: Quantized, at: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    return [dequantize(part) for part in quantized.adapter.modules[at].parts]
+
+
 def test_widths_that_are_no_multiple_of_16_are_refused_with_the_remedy():
     adapter = adapter_of(random_module(2, 24, 16, 0))
     for form in ("int8", "int4"):

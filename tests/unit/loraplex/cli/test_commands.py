@@ -185,11 +185,15 @@ def test_a_format_is_chosen_shown_and_changed(run, tiny_adapter):
     assert "format int8" in added.out
     assert "1.23% mean over the modules; worst layers.0.mlp.up_proj 50.00%, layers.1.mlp.up_proj" in added.out
     assert "layers.3" not in added.out
-    assert "sizes    none 2.0 kB, int8 2.0 kB, int4 2.0 kB" in added.out
+    assert "sizes    none 2.0 kB, int8 2.0 kB, int4 ~2.0 kB" in added.out
     assert "int8" in run("adapter", "list").out
+    assert "sizes    none 2.0 kB, int8 2.0 kB, int4 ~2.0 kB" in run("adapter", "show", "sql").out
     report = run("adapter", "show", "sql", "--json").json()["reports"][0]
     assert (report["format"], len(report["errors"]), report["mean_error"]) == ("int8", 5, 0.0123)
-    assert "sql is packed as int4\n" in run("adapter", "repack", "sql", "--quantization", "int4").out
+    assert (list(report["sizes"]), report["estimated_sizes"]) == (["none", "int8", "int4"], ["int4"])
+    repacked = run("adapter", "repack", "sql", "--quantization", "int4").out
+    assert "sql is packed as int4\n" in repacked
+    assert "sizes    none 2.0 kB, int8 ~2.0 kB, int4 2.0 kB" in repacked
     again = run("adapter", "repack", "sql", "--quantization", "int4", "--json").json()
     assert (again["changed"], again["adapter"]["current"]["format"], again["router_knows"]) == (False, "int4", True)
     assert run("adapter", "repack", "sql").code == 2
@@ -202,6 +206,9 @@ def test_an_evaluation_is_asked_for_recorded_and_shown(run, fake_cluster, tiny_a
     assert "as exact;" not in run("adapter", "show", "sql").out
     ran = run("adapter", "evaluate", "sql", "--timeout", 77)
     assert ran.code == 0, ran.err
+    began, *told = ran.err.splitlines()
+    assert began.startswith("evaluating sql on a worker: ")
+    assert told == ["1 of 2 prompts are compared"]
     assert ran.out.startswith(
         "sql in int8: 97.50% of 80 tokens as exact; KL 0.0012 mean, 0.5 at most; 2 prompts of set 1"
     )
@@ -213,7 +220,8 @@ def test_an_evaluation_is_asked_for_recorded_and_shown(run, fake_cluster, tiny_a
     assert [line for line in shown.splitlines() if "current" in line and "97.50%" in line and "0.0012" in line]
     (told,) = run("adapter", "show", "sql", "--json").json()["evaluations"]
     assert (told["top1_agreement"], told["num_positions"], told["format"]) == (0.975, 80, "int8")
-    assert run("adapter", "evaluate", "sql", "--json").json() == told
+    as_json = run("adapter", "evaluate", "sql", "--json")
+    assert (as_json.json(), as_json.err) == (told, "")
 
 
 def test_an_evaluation_that_fails_records_nothing(run, fake_cluster, tiny_adapter):
@@ -278,8 +286,12 @@ def test_a_base_is_added_and_listed(run, tiny_base, tmp_path, monkeypatch):
 
 
 def test_workers_are_listed(run):
-    assert "sql (device)" in run("worker", "list").out
-    assert run("worker", "list", "--json").json()["workers"][0]["state"] == "serving"
+    listed = run("worker", "list").out
+    assert "sql (device)" in listed
+    assert "cpu bfloat16, int8 base" in listed
+    (worker,) = run("worker", "list", "--json").json()["workers"]
+    assert worker["state"] == "serving"
+    assert (worker["device"], worker["dtype"], worker["base_quantization"]) == ("cpu", "bfloat16", "int8")
 
 
 def test_the_version_is_the_packages(run):

@@ -1,8 +1,12 @@
-"""What an adapter of any rank and format takes on the device, on SmolLM2-135M's shapes: its bytes, no padding."""
+"""What an adapter of any rank and format takes on the device, on SmolLM2-135M's shapes: its bytes, no padding.
+
+Tiles of CPUs and of GPUs are laid out differently; both are loaded as a worker does.
+"""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +19,8 @@ from worker.adapters.device import BaseShape, DeviceAdapters
 from worker.engine.config import EngineConfig
 from worker.kernels.layout import Arena, AttentionShape
 from worker.kernels.tiles import usable_chunk_bytes
+from worker.kernels.triton.adapters import TablePlacer
+from worker.kernels.triton.tile_sizes import usable_chunk_bytes as gpu_chunk_bytes
 
 BASE = "1" * 64
 NUM_LAYERS = 30
@@ -53,7 +59,7 @@ def module(name: str, shape: tuple[int, int], stored: str, rank: int) -> PackedM
             first = (int8(leading, inner, out),) if leading else ()
             return quantized_module(name, (*first, int4(rank - leading, inner, out)))
         case _:
-            dtype = {"F32": np.float32, "BF16": np.uint16}[stored]
+            dtype = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}[stored]
             return PackedModule(name, rank, 1.0, stored, np.ones((rank, inner), dtype), np.ones((out, rank), dtype))
 
 
@@ -61,7 +67,7 @@ def adapter_of(stored: str, rank: int, names: tuple[str, ...]) -> PackedAdapter:
     modules = [
         module(f"layers.{layer}.{name}", SHAPES[name], stored, rank) for layer in range(NUM_LAYERS) for name in names
     ]
-    form = "none" if stored in ("F32", "BF16") else stored
+    form = stored if stored in ("int8", "int4") else "none"
     return PackedAdapter("0" * 64, BASE, form, tuple(sorted(modules, key=lambda one: one.name)))
 
 
@@ -69,19 +75,27 @@ def num_values_bytes(adapter: PackedAdapter) -> int:
     return sum(array.nbytes for one in adapter.modules for _, _, array in module_tensors(one))
 
 
-@pytest.mark.parametrize("kv", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("names", [tuple(SHAPES), Q_AND_V], ids=["all", "q,v"])
-@pytest.mark.parametrize(
-    ("stored", "rank"), [*itertools.product(("int8", "int4", "BF16"), (1, 4, 8, 128)), *(("F32", r) for r in (1, 4, 8))]
-)
-def test_an_adapter_takes_its_packed_bytes_and_a_chunk_at_most(
-    stored: str, rank: int, names: tuple[str, ...], kv: torch.dtype, tmp_path: Path
-) -> None:
-    adapter = adapter_of(stored, rank, names)
-    file = tmp_path / "packed"
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What an adapter was given, and what of it it uses."""
+
+    packed_bytes: int
+    chunk_bytes: int
+    num_chunks: int
+    tile_bytes: int
+
+    def assert_no_more_than_its_file(self) -> None:
+        assert self.num_chunks * self.chunk_bytes <= 1.03 * self.packed_bytes + self.chunk_bytes
+        assert self.tile_bytes <= 1.03 * self.packed_bytes
+
+
+def load(adapter: PackedAdapter, kv: torch.dtype, file: Path, *, gpu: bool) -> Taken:
+    """Load an adapter into as many chunks as the engine grants a file of so many bytes."""
     pack(adapter, file)
     packed_bytes = file.stat().st_size
     chunk_bytes = ATTENTION.block_elements * kv.itemsize
+    base = BaseShape(BASE, NUM_LAYERS, SHAPES)
+    usable = gpu_chunk_bytes(base.sites(), chunk_bytes) if gpu else usable_chunk_bytes(chunk_bytes)
     config = EngineConfig(
         vocab_size=1,
         eos_token_ids=frozenset(),
@@ -92,14 +106,46 @@ def test_an_adapter_takes_its_packed_bytes_and_a_chunk_at_most(
         max_prefill_tokens=1,
         max_resident_adapters=1,
         chunk_bytes=chunk_bytes,
-        adapter_chunk_bytes=usable_chunk_bytes(chunk_bytes),
+        adapter_chunk_bytes=usable,
     )
     granted = config.chunks_for_adapter(packed_bytes)
     arena = Arena(ATTENTION, num_chunks=granted, dtype=kv, device=torch.device("cpu"))
-    placed = DeviceAdapters(BaseShape(BASE, NUM_LAYERS, SHAPES), arena, num_slots=1).load(0, file, range(granted))
-    assert placed.chunks_used * chunk_bytes <= 1.03 * packed_bytes + chunk_bytes
-    assert placed.device_bytes <= 1.03 * packed_bytes
+    placement = TablePlacer(arena, base.sites(), num_slots=1) if gpu else None
+    placed = DeviceAdapters(base, arena, num_slots=1, placement=placement).load(0, file, range(granted))
+    return Taken(packed_bytes, chunk_bytes, placed.chunks_used, placed.device_bytes)
+
+
+MODULES = pytest.mark.parametrize("names", [tuple(SHAPES), Q_AND_V], ids=["all", "q,v"])
+
+
+@pytest.mark.parametrize("kv", [torch.bfloat16, torch.float32])
+@MODULES
+@pytest.mark.parametrize(
+    ("stored", "rank"), [*itertools.product(("int8", "int4", "BF16"), (1, 4, 8, 128)), *(("F32", r) for r in (1, 4, 8))]
+)
+def test_an_adapter_takes_its_packed_bytes_and_a_chunk_at_most(
+    stored: str, rank: int, names: tuple[str, ...], kv: torch.dtype, tmp_path: Path
+) -> None:
+    adapter = adapter_of(stored, rank, names)
+    taken = load(adapter, kv, tmp_path / "packed", gpu=False)
+    taken.assert_no_more_than_its_file()
     if rank >= 8:
-        assert placed.device_bytes <= 1.1 * num_values_bytes(adapter)  # tiles are not padded to full ranks
+        assert taken.tile_bytes <= 1.1 * num_values_bytes(adapter)  # tiles are not padded to full ranks
         if stored != "int4":  # many names, few bytes: of q and v alone the header is a seventh
-            assert packed_bytes <= 1.1 * num_values_bytes(adapter)
+            assert taken.packed_bytes <= 1.1 * num_values_bytes(adapter)
+
+
+@MODULES
+@pytest.mark.parametrize(
+    ("stored", "rank"),
+    [
+        *itertools.product(("int8", "int4", "BF16"), (*range(1, 9), 12, 16, 64, 128)),
+        *itertools.product(("F16", "F32"), (1, 3, 8)),
+    ],
+)
+def test_on_a_gpu_it_takes_no_more(stored: str, rank: int, names: tuple[str, ...], tmp_path: Path) -> None:
+    """Tiles are kept in bfloat16 there whatever 16 or 32 bits the file has."""
+    adapter = adapter_of(stored, rank, names)
+    taken = load(adapter, torch.bfloat16, tmp_path / "packed", gpu=True)
+    taken.assert_no_more_than_its_file()
+    assert taken.tile_bytes <= (1.07 if rank < 4 else 1.03) * num_values_bytes(adapter)

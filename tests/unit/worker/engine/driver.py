@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Container
 from dataclasses import replace
 from pathlib import Path
 
-from tests.fake_runner import FakeRunner
+from tests.fake_runner import FakeRunner, Started
 from worker.engine.config import EngineConfig
 from worker.engine.plan import StepPlan
 from worker.engine.rates import StepRates
@@ -42,7 +43,10 @@ def on_device(residency: Residency) -> dict[str, AdapterOnDevice]:
 class Driver:
     """One engine's decisions and their consequences, recorded per request."""
 
-    def __init__(self, folder: Path, **limits: object) -> None:
+    def __init__(self, folder: Path, *, max_in_flight: int = 1, **limits: object) -> None:
+        self.max_in_flight = max_in_flight
+        self.in_flight: deque[tuple[StepPlan, Started]] = deque()
+        self.num_ahead = 0  # plans made while another was in flight
         self.config = replace(CONFIG, **limits)  # type: ignore[arg-type]
         self.folder = folder
         self.runner = FakeRunner(
@@ -137,7 +141,7 @@ class Driver:
         self.scheduler.abort(request_ids)
 
     def step(self, seconds: float = 0.01) -> StepPlan | None:
-        """One turn of the loop: schedule, start loads, execute, update."""
+        """One turn of the loop: schedule, start loads and the step, update by the step whose turn it is."""
         schedule = self.scheduler.schedule(self.now)
         for failure in schedule.failures:
             self._fail(failure)
@@ -148,19 +152,34 @@ class Driver:
             self.started_loads.append(placement.file.artifact_digest)
         self.now += seconds
         plan = schedule.plan
-        if plan is None:
-            return None
+        if plan is not None:
+            self._start(plan)
+            if len(self.in_flight) < self.max_in_flight:
+                return plan
+        if self.in_flight:
+            self.answer(seconds)
+        return plan
+
+    def _start(self, plan: StepPlan) -> None:
+        self.num_ahead += bool(self.in_flight)
         for sequence in plan.sequences:
             self.first_step.setdefault(sequence.request_id, plan.step)
         if self.fail_next_step:
             self.fail_next_step = False
             self.runner.fail_steps.add(plan.step)
+        self.in_flight.append((plan, self.runner.start(plan)))
+
+    def answer(self, seconds: float = 0.01) -> None:
+        """Take the outcome of the oldest step in flight."""
+        plan, started = self.in_flight.popleft()
         try:
-            outputs = self.scheduler.update(plan, self.runner.execute(plan), seconds, self.now)
+            outputs = self.scheduler.update(plan, started.result(), seconds, self.now)
         except RuntimeError:
             for failure in self.scheduler.fail_step(plan, STEP_FAILED):
                 self._fail(failure)
-            return plan
+            while self.in_flight:  # as the loop does: nothing may go on from what has failed
+                self.answer(seconds)
+            return
         for output in outputs:
             assert self.is_live(output.request_id)
             self.tokens[output.request_id] += output.token_ids
@@ -169,7 +188,6 @@ class Driver:
         for compared in self.scheduler.take_compared():
             assert self.is_live(compared.request_id)
             self.compared[compared.request_id] = compared
-        return plan
 
     def finish_loads(self) -> None:
         for slot in list(self.loading):
@@ -200,7 +218,7 @@ class Driver:
     def run_until_idle(self, *, max_steps: int = 1000) -> int:
         """Step, ending loads as they come, until no request is left; returns the number of turns it took."""
         for turn in range(max_steps):
-            if not self.live and not self.comparing:
+            if not self.live and not self.comparing and not self.in_flight:
                 return turn
             self.step()
             self.finish_loads()

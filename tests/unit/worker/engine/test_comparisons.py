@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fake_runner import expected_comparison
+from tests.fake_runner import expected_comparison, expected_tokens
 from tests.unit.worker.engine.driver import CONFIG, Driver, on_device
 from worker.engine.comparisons import check
 from worker.engine.plan import AdapterLoad
@@ -89,6 +89,22 @@ def test_one_that_is_larger_than_a_step_runs_where_nothing_else_does(drive: Driv
         assert asked not in driver.compared
     driver.run_until_idle()
     assert asked in driver.compared
+
+
+def test_one_that_is_larger_than_a_step_is_not_kept_waiting_for_ever(drive: Drive) -> None:
+    driver = drive(max_prefill_tokens=8, max_context_tokens=200, total_blocks=100)
+    first, second = comparing(driver), comparing(driver)
+    busy = driver.submit(max_tokens=150)
+    began_s = driver.now
+    when: dict[int, float] = {}
+    while busy not in driver.finished:
+        driver.step(seconds=0.1)
+        driver.finish_loads()
+        when |= {asked: driver.now - began_s for asked in driver.compared if asked not in when}
+    patience_s = driver.config.max_adapter_wait_s
+    assert patience_s < when[first] < patience_s + 0.5
+    assert 2 * patience_s < when[second] < 2 * patience_s + 1.0
+    assert driver.tokens[busy] == expected_tokens(driver.prompts[busy], 150)
 
 
 def test_requests_beside_it_get_the_tokens_they_would_have_alone(drive: Drive) -> None:

@@ -26,7 +26,13 @@ from worker.mailbox import MAX_FRAME_BYTES, Shutdown
 class Running:
     """An engine loop on a thread of this process."""
 
-    def __init__(self, runner: FakeRunner, **limits: Any) -> None:
+    def __init__(
+        self,
+        runner: FakeRunner,
+        async_scheduling: bool,
+        clock: Callable[[], float] = time.monotonic,
+        **limits: Any,
+    ) -> None:
         front, back = socket.socketpair()
         self.client = Client(front)
         self.runner = runner
@@ -45,7 +51,13 @@ class Running:
         self._inbox = Inbox(back)
         self._loader = Loader(runner.prepare_adapter, self._inbox.wake)
         self._loop = EngineLoop(
-            runner, Scheduler(config, StepRates(1e3, 1e2)), self._inbox, self._loader, describe=describe
+            runner,
+            Scheduler(config, StepRates(1e3, 1e2)),
+            self._inbox,
+            self._loader,
+            describe=describe,
+            async_scheduling=async_scheduling,
+            clock=clock,
         )
         turn = self._loop._turn
 
@@ -71,12 +83,12 @@ class Running:
         assert not self.thread.is_alive()
 
 
-@pytest.fixture
-def start() -> Iterator[Callable[..., Running]]:
+@pytest.fixture(params=[False, True], ids=["one step after the other", "the next planned while one runs"])
+def start(request: pytest.FixtureRequest) -> Iterator[Callable[..., Running]]:
     started: list[Running] = []
 
-    def begin(runner: FakeRunner | None = None, **limits: int) -> Running:
-        started.append(Running(runner or FakeRunner(), **limits))
+    def begin(runner: FakeRunner | None = None, **limits: Any) -> Running:
+        started.append(Running(runner or FakeRunner(), request.param, **limits))
         return started[-1]
 
     yield begin
@@ -305,7 +317,12 @@ def test_an_oversized_frame_ends_the_loop_with_an_error(start: Start) -> None:
 
 
 def test_a_front_end_that_does_not_read_stops_the_steps_but_not_its_aborts(start: Start) -> None:
-    running = start(FakeRunner(max_context_tokens=10**6, total_blocks=10**5, block_tokens=64), max_running_requests=64)
+    skipped_s = 0.0
+    running = start(
+        FakeRunner(max_context_tokens=10**6, total_blocks=10**5, block_tokens=64),
+        max_running_requests=64,
+        clock=lambda: time.monotonic() + skipped_s,
+    )
     client = running.client
     for request_id in range(64):
         client.submit(request_id, max_tokens=10**5, logprobs=20)
@@ -317,7 +334,9 @@ def test_a_front_end_that_does_not_read_stops_the_steps_but_not_its_aborts(start
     turns = running.turns
     time.sleep(0.2)
     assert running.turns - turns <= 1
+    skipped_s = 10.0**6
     client.abort(*range(64))
     while not client.steps or client.steps[-1].status.running_requests or not client.steps[-1].step:
         client.read()
     assert client.steps[-1].status.free_blocks == 10**5
+    assert max(step.seconds for step in client.steps) < skipped_s  # the wait was no step's

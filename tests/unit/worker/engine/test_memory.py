@@ -221,7 +221,7 @@ def test_adapters_and_prefixes_leave_in_one_order(load_s: float, stays: bool) ->
     blocks = memory.take_blocks(2)
     assert blocks is not None
     request.block_ids, request.computed_tokens = blocks, 5
-    memory.publish(request)
+    memory.publish(request, 5)
     for _ in range(4):
         memory.share(blocks[:1])
         memory.drop_blocks(blocks[:1])

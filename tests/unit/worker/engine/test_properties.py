@@ -30,7 +30,12 @@ def check_ownership(driver: Driver) -> None:
     scheduler, config = driver.scheduler, driver.config
     memory, running = scheduler._memory, scheduler._running.values()
     arena, residency = memory.arena, memory.residency
-    kv = Counter(block for request in running for block in request.block_ids)
+    leaving = [request for step in scheduler._in_flight for request in step.leaving]
+    kv = Counter(block for request in [*running, *leaving] for block in request.block_ids)
+    comparing = scheduler._comparisons._in_step
+    slots_compared = Counter(() if comparing is None else (comparing.exact_slot, comparing.measured_slot))
+    if comparing is not None:
+        kv.update((*comparing.exact_block_ids, *comparing.measured_block_ids))
     of_adapters = [chunk for slot in residency._by_index.values() for chunk in slot.chunk_ids]
     idle = [chunk for chunk in memory._prefixes._blocks if memory._prefixes.is_idle(chunk)]
     held = [*kv, *of_adapters, *idle]
@@ -49,8 +54,8 @@ def check_ownership(driver: Driver) -> None:
     for adapter in on_device(residency).values():
         slot = residency.find(adapter.artifact_digest)
         assert slot is not None
-        users = [r for r in running if r.adapter_slot == slot.index]
-        assert adapter.in_flight == len(users)
+        users = [r for r in [*running, *leaving] if r.adapter_slot == slot.index]
+        assert adapter.in_flight == len(users) + slots_compared[slot.index]
         assert all(r.adapter is not None and r.adapter.artifact_digest == adapter.artifact_digest for r in users)
     waiting = list(scheduler._waiting.in_order())
     assert not any(r.block_ids or r.computed_tokens for r in waiting)
@@ -75,12 +80,15 @@ def check_answers(driver: Driver) -> None:
 
 
 class Engine(RuleBasedStateMachine):
+    max_in_flight = 1
+
     def __init__(self) -> None:
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
         # Little of everything, so that all limits bind: 3 running, 2 slots, 60 bytes, 12 blocks of 4 tokens.
         self.driver = Driver(
             Path(self.folder.name),
+            max_in_flight=self.max_in_flight,
             max_running_requests=3,
             max_resident_adapters=2,
             max_adapter_bytes=60,
@@ -152,7 +160,7 @@ class Engine(RuleBasedStateMachine):
     def the_first_in_order_never_waits_for_nothing(self) -> None:
         """With nothing running and nothing loading a step must start something: no deadlock."""
         driver = self.driver
-        if driver.live and not driver.scheduler._running and not driver.loading:
+        if driver.live and not (driver.scheduler._running or driver.loading or driver.in_flight):
             driver.step()
             assert driver.scheduler._running or driver.loading or not driver.live
 
@@ -176,18 +184,26 @@ class Engine(RuleBasedStateMachine):
             self.folder.cleanup()
 
 
-TestEngine = Engine.TestCase
-TestEngine.settings = settings(
+class EngineAhead(Engine):
+    max_in_flight = 2
+
+
+TestEngine, TestEngineAhead = Engine.TestCase, EngineAhead.TestCase
+TestEngine.settings = TestEngineAhead.settings = settings(
     max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 
+@pytest.mark.parametrize("max_in_flight", [1, 2])
 @pytest.mark.parametrize("seed", range(3))
-def test_10_000_random_operations_leak_nothing_and_end_everything(tmp_path: Path, seed: int) -> None:
+def test_10_000_random_operations_leak_nothing_and_end_everything(
+    tmp_path: Path, seed: int, max_in_flight: int
+) -> None:
     """One long life on a small device: nothing fails while chunks are free or can be reclaimed."""
     rng = random.Random(seed)
     driver = Driver(
         tmp_path,
+        max_in_flight=max_in_flight,
         max_running_requests=6,
         max_resident_adapters=5,
         total_blocks=40,
@@ -203,7 +219,7 @@ def test_10_000_random_operations_leak_nothing_and_end_everything(tmp_path: Path
         (tmp_path / name).write_bytes(name.encode() * size)
     for number in range(10_000):
         kinds = ("submit", "compare", "abort", "load", "fail load", "step", "fail step")
-        match rng.choices(kinds, (15, 1, 2, 12, 1, 70, 0.2))[0]:
+        match rng.choices(kinds, (15, 6, 2, 12, 1, 70, 0.6))[0]:
             case "submit" if len(driver.live) < 40:
                 wanted = rng.choice([None, None, *SIZES])
                 file = None if wanted is None else driver.file(wanted, SIZES[wanted])
@@ -238,4 +254,5 @@ def test_10_000_random_operations_leak_nothing_and_end_everything(tmp_path: Path
     assert status.num_cached_tokens > 1000
     assert len(driver.started_loads) > 100
     assert len(driver.finished) > 500
-    assert len(driver.compared) > 5
+    assert len(driver.compared) > 2
+    assert (driver.num_ahead > 1000) == (max_in_flight > 1)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 from msgspec import structs
 
-from worker.evaluation.evaluator import _computed_in
+from worker.evaluation.outcome import computed_in
 from worker.evaluation.tally import Tally
 from worker.mailbox import Ready
 
@@ -40,5 +40,5 @@ def test_nothing_and_halves_are_no_answer(same_top: tuple[bool, ...], kl: tuple[
 
 def test_an_evaluation_tells_that_its_base_was_quantized() -> None:
     ready = Ready("cpu", "bfloat16", 300, 256, 16, 64, 1000.0, 100.0, 8)
-    assert _computed_in(ready) == "cpu bfloat16"
-    assert _computed_in(structs.replace(ready, base_quantization="int8")) == "cpu bfloat16, int8 base"
+    assert computed_in(ready) == "cpu bfloat16"
+    assert computed_in(structs.replace(ready, base_quantization="int8")) == "cpu bfloat16, int8 base"

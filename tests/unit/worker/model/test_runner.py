@@ -19,7 +19,7 @@ from tests.unit.worker.model.tiny import (
     save_model,
     tiny_runner,
 )
-from worker.engine.plan import NewRequest, SequenceStep, StepPlan
+from worker.engine.plan import PENDING, NewRequest, SequenceStep, StepPlan
 from worker.kernels.cpu.backend import CpuStep
 from worker.mailbox import Sampling
 from worker.model.config import read_config
@@ -115,6 +115,35 @@ def test_tokens_do_not_depend_on_batch_neighbours_or_chunks(
         alone += run_jobs(runner, [job])
     assert together == alone
     assert len({tuple(tokens) for tokens in together}) == len(PROMPTS)
+
+
+def test_a_step_started_before_the_last_is_answered_gives_the_same(llama_folder: Path, tmp_path: Path) -> None:
+    runner = tiny_runner(llama_folder, tmp_path)
+    samplings = (
+        Sampling(temperature=0.0, logprobs=3),
+        Sampling(seed=9, temperature=0.8, top_p=0.9),
+        Sampling(seed=3, repetition_penalty=1.3, presence_penalty=0.4),
+    )
+
+    def jobs() -> list[Job]:
+        return [
+            Job(prompt, 9 + index % 3, samplings[index % 3], slot=index % 4 - 1, chunk=(5, 30), start_step=index // 2)
+            for index, prompt in enumerate(PROMPTS)
+        ]
+
+    answered, ahead = jobs(), jobs()
+    assert run_jobs(runner, ahead, ahead=True) == run_jobs(runner, answered)
+    assert [job.results for job in ahead] == [job.results for job in answered]
+
+
+def test_after_a_step_that_failed_no_token_is_pending(llama_folder: Path) -> None:
+    runner = open_runner(llama_folder)
+    new = (NewRequest(1, (5, 6), Sampling(temperature=0.0)),)
+    runner.start(StepPlan(1, new, (SequenceStep(1, (5, 6), 0, (3,), -1, sample=True),), ()))
+    with pytest.raises(KeyError):
+        runner.start(StepPlan(2, (), (SequenceStep(99, (PENDING,), 2, (3,), -1, sample=True),), ()))
+    with pytest.raises(KeyError, match="no token for request 1"):
+        runner.start(StepPlan(3, (), (SequenceStep(1, (PENDING,), 2, (3,), -1, sample=True),), ()))
 
 
 def test_requests_recomputed_from_the_start_go_on_as_before(llama_folder: Path) -> None:

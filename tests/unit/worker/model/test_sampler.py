@@ -40,7 +40,7 @@ def sample_once(
     sampler.add(NewRequest(row, tuple(prompt), sampling) for row, sampling in enumerate(samplings))
     at = len(prompt) if position is None else position
     steps = [SequenceStep(row, (1,), at - 1, (0,), -1, sample=True) for row in range(len(samplings))]
-    return sampler.sample(Scores.of(logits.clone()), steps)[0]
+    return sampler.sample(Scores.of(logits.clone()), steps).result()[0]
 
 
 def tokens_of(sampled: Sequence[SampledTokens]) -> list[int]:
@@ -228,7 +228,8 @@ def test_penalties_count_the_answer(sampling: Sampling, expected: list[int]) -> 
     sampler.add([NewRequest(1, (0, 0), sampling)])
     chosen = []
     for step in range(5):
-        sampled, _ = sampler.sample(Scores.of(logits.clone()), [SequenceStep(1, (0,), 1 + step, (0,), -1, sample=True)])
+        part = SequenceStep(1, (0,), 1 + step, (0,), -1, sample=True)
+        sampled, _ = sampler.sample(Scores.of(logits.clone()), [part]).result()
         chosen += tokens_of(sampled)
     assert chosen == expected
 
@@ -250,7 +251,11 @@ def test_a_request_that_comes_again_with_its_answer_so_far_goes_on_as_if_it_had_
 
     def run(sampler: Sampler, first: int) -> list[int]:
         steps = [SequenceStep(1, (0,), 1 + step, (0,), -1, sample=True) for step in range(first, 7)]
-        return [token for step in steps for token in tokens_of(sampler.sample(Scores.of(logits.clone()), [step])[0])]
+        return [
+            token
+            for step in steps
+            for token in tokens_of(sampler.sample(Scores.of(logits.clone()), [step]).result()[0])
+        ]
 
     sampler = Sampler({3})
     sampler.add([NewRequest(1, (0, 0), sampling)])
@@ -268,7 +273,9 @@ def test_many_distinct_tokens_outgrow_no_buffer() -> None:
     for step in range(300):
         chosen.update(
             tokens_of(
-                sampler.sample(Scores.of(logits.clone()), [SequenceStep(1, (0,), step, (0,), -1, sample=True)])[0]
+                sampler.sample(
+                    Scores.of(logits.clone()), [SequenceStep(1, (0,), step, (0,), -1, sample=True)]
+                ).result()[0]
             )
         )
     assert len(chosen) == 300

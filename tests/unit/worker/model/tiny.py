@@ -13,7 +13,7 @@ import transformers
 from numpy.typing import NDArray
 
 from common.adapter_format.packed import PackedAdapter, PackedModule, pack, version_digest
-from worker.engine.plan import BASE_SLOT, NewRequest, SampledTokens, SequenceStep, StepPlan
+from worker.engine.plan import BASE_SLOT, PENDING, NewRequest, SampledTokens, SequenceStep, StartedStep, StepPlan
 from worker.mailbox import Sampling
 from worker.model.config import ModelConfig, read_config
 from worker.model.runner import ModelRunner
@@ -163,8 +163,11 @@ class Job:
         return [token for result in self.results for token in result.token_ids]
 
 
-def run_jobs(runner: ModelRunner, jobs: Sequence[Job]) -> list[list[int]]:
-    """Run jobs together, continuous-batching style, with shuffled private blocks; returns each one's tokens."""
+def run_jobs(runner: ModelRunner, jobs: Sequence[Job], *, ahead: bool = False) -> list[list[int]]:
+    """Run jobs together, continuous-batching style, with shuffled private blocks; returns each one's tokens.
+
+    With `ahead` each step is started before the result of the one before is asked for.
+    """
     free = list(np.random.default_rng(5).permutation(runner.total_blocks).tolist())
     blocks = {}
     for index, job in enumerate(jobs):
@@ -175,15 +178,22 @@ def run_jobs(runner: ModelRunner, jobs: Sequence[Job]) -> list[list[int]]:
     announced: set[int] = set()
     ended: list[int] = []
     step = 0
-    while any(len(job.results) < job.num_tokens for job in jobs):
+    started: list[StartedStep] = []
+    chosen = dict.fromkeys(range(len(jobs)), 0)  # tokens known or pending
+
+    def answer() -> None:
+        for sampled in started.pop(0).result().sampled:
+            jobs[sampled.request_id].results.append(sampled)
+
+    while any(chosen[index] < job.num_tokens for index, job in enumerate(jobs)):
         sequences, new = [], []
         for index, job in enumerate(jobs):
-            if step < job.start_step or len(job.results) >= job.num_tokens:
+            if step < job.start_step or chosen[index] >= job.num_tokens:
                 continue
             if index not in announced:
                 announced.add(index)
                 new.append(NewRequest(index, tuple(job.prompt), job.sampling))
-            known = [*job.prompt, *job.tokens]
+            known = [*job.prompt, *job.tokens, *[PENDING] * (chosen[index] - len(job.results))]
             at = computed[index]
             sizes = [*job.chunk]
             limit = sizes[min(sum(1 for c in range(1, len(sizes) + 1) if sum(sizes[:c]) <= at), len(sizes) - 1)]
@@ -192,12 +202,15 @@ def run_jobs(runner: ModelRunner, jobs: Sequence[Job]) -> list[list[int]]:
             sequences.append(SequenceStep(index, tuple(known[at:end]), at, used, job.slot, sample=end == len(known)))
             computed[index] = end
         step += 1
-        result = runner.execute(StepPlan(step, tuple(new), tuple(sequences), tuple(ended)))
-        ended = []
-        for sampled in result.sampled:
-            jobs[sampled.request_id].results.append(sampled)
-            if len(jobs[sampled.request_id].results) >= jobs[sampled.request_id].num_tokens:
-                ended.append(sampled.request_id)
+        started.append(runner.start(StepPlan(step, tuple(new), tuple(sequences), tuple(ended))))
+        sampling = [sequence.request_id for sequence in sequences if sequence.sample]
+        for index in sampling:
+            chosen[index] += 1
+        ended = [index for index in sampling if chosen[index] >= jobs[index].num_tokens]
+        while len(started) > ahead:
+            answer()
+    while started:
+        answer()
     return [job.tokens for job in jobs]
 
 
