@@ -215,9 +215,9 @@ class WorkerService(WorkerServiceServicer):
         generation = held.generation = Generation(parts.engine, held.ticket, choices, parts.limits)
         if adapter is not None:
             generation.on_failure_reason = lambda reason: self._doubt(adapter.artifact_digest, reason)
-        generation.submit(make)
         held.observation.prompt(len(prompt))
         with EngineTrace(arrival_s, generation.timing_so_far) as engine:
+            generation.submit(make)  # in here: the engine may begin before this thread goes on
             async for event in generation.events():
                 if isinstance(event, TextDelta):
                     held.observation.tokens(len(event.token_ids))
