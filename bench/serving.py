@@ -122,7 +122,7 @@ async def _measure(args: argparse.Namespace, base: Base, scratch: Path) -> list[
         most = max(args.concurrency)
 
         def work(temperature: float = 0.0, top_p: float = 1.0) -> Callable[[int], Work]:
-            plain = Work((served.base,), most, args.rounds * most, temperature=temperature, top_p=top_p)
+            plain = Work((served.base,), most, most, temperature=temperature, top_p=top_p)
             return lambda seed: replace(plain, seed=seed)
 
         if "sampling" in args.parts:
@@ -169,9 +169,9 @@ def main() -> int:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--adapters", type=int, nargs="+", default=[1, 8, 32], help="how many are mixed")
-    parser.add_argument("--rounds", type=int, default=2, help="requests per stream")
+    parser.add_argument("--rounds", type=int, default=2, help="requests per stream of a case")
     parser.add_argument("--runs", type=int, default=1, help="repeats of each case; the median one is reported")
-    parser.add_argument("--pairs", type=int, default=2, help="turns of each side of a comparison")
+    parser.add_argument("--pairs", type=int, default=6, help="turns of each side of a comparison, a request per stream")
     parser.add_argument("--seed", type=int, default=1, help="prompts are made from it; use a fresh one per run")
     parser.add_argument("--no-record", action="store_true", help="do not write bench/results/")
     args = parser.parse_args()
