@@ -73,14 +73,7 @@ def drawing(shapes: Shapes, device: torch.device, name: str, rows: int) -> tuple
     sampling = DRAWN[name]
     logits = torch.empty(rows, shapes.vocab, dtype=torch.float32, device=device).normal_(0, 4)
     uniforms = np.random.default_rng(rows).random(rows)
-    draws = Draws(
-        rows=np.arange(rows),
-        temperature=np.full(rows, sampling.temperature),
-        top_k=np.full(rows, sampling.top_k),
-        top_p=np.full(rows, sampling.top_p),
-        min_p=np.full(rows, sampling.min_p),
-        uniform=uniforms,
-    )
+    draws = Draws.of(range(rows), [sampling] * rows, uniforms)
     # Of a copy each, as both overwrite what they draw from.
     return lambda: draw(logits.clone(), draws), lambda: choice.draw(logits.clone(), [sampling] * rows, uniforms)
 

@@ -5,7 +5,25 @@ from __future__ import annotations
 import resource
 from typing import Final
 
+import structlog
+
 _ENOUGH: Final = 65_536
+_OTHER_FILES: Final = 256
+"""What a process opens besides its callers' connections: others', its own files, its libraries'."""
+_LEAST: Final = 16
+
+log = structlog.get_logger(__name__)
+
+
+def room_for_connections(wanted: int, option: str) -> int:
+    """Return how many of the connections that `option` allows the process has files for.
+
+    Callers come by gRPC and by HTTP: each gets half of the files.
+    """
+    room = max((raise_file_limit() - _OTHER_FILES) // 2, _LEAST)
+    if room < wanted:
+        log.warning("files.few", option=option, wanted=wanted, room=room, remedy="raise ulimit -n")
+    return min(room, wanted)
 
 
 def raise_file_limit() -> int:

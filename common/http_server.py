@@ -10,18 +10,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Final
 
-import structlog
 import uvicorn
 from starlette.types import ASGIApp
 
-from common.file_limit import raise_file_limit
+from common.file_limit import room_for_connections
 from common.http_connection import HttpAnswer, HttpConfig, HttpLimits
 from loraplex.errors import FailedPrecondition, InvalidRequest, LoraplexError, RequestTimeout
 
-log = structlog.get_logger(__name__)
-
-_OTHER_FILES: Final = 256
-"""What a process opens besides HTTP connections: gRPC's, its own files, its libraries'."""
 _BACKLOG: Final = 2048
 _KEEP_ALIVE_S: Final = 75  # longer than common load balancers keep an idle connection
 
@@ -54,10 +49,7 @@ def plain_answer(error: LoraplexError) -> HttpAnswer:
 
 def _within_files(limits: HttpLimits) -> HttpLimits:
     """Return limits that the process's limit on open files has room for."""
-    room = max(raise_file_limit() - _OTHER_FILES, 16)
-    if room >= limits.max_connections:
-        return limits
-    log.warning("http.few_files", max_http_connections=limits.max_connections, room=room, remedy="raise ulimit -n")
+    room = room_for_connections(limits.max_connections, "--max-http-connections")
     return replace(limits, max_connections=room)
 
 

@@ -9,12 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-import structlog
-
-from common.file_limit import raise_file_limit
+from common.file_limit import room_for_connections
 from loraplex.errors import QueueFull
-
-log = structlog.get_logger(__name__)
 
 _PROBE: Final = "/grpc.health.v1.Health/Check"
 """A service that is busy is not ill: its probes are answered whatever else is open."""
@@ -33,12 +29,10 @@ class RpcLimits:
     max_calls: int = 16_384
 
     def options(self) -> tuple[tuple[str, int], ...]:
-        """Return gRPC's server options. At most half of the files that this process may have become connections."""
-        room = max(raise_file_limit() // 2, 16)
-        if room < self.max_connections:
-            log.warning("rpc.few_files", max_grpc_connections=self.max_connections, room=room, remedy="raise ulimit -n")
+        """Return gRPC's server options, within the process's limit on open files."""
+        room = room_for_connections(self.max_connections, "--max-grpc-connections")
         return (
-            ("grpc.max_allowed_incoming_connections", min(room, self.max_connections)),
+            ("grpc.max_allowed_incoming_connections", room),
             ("grpc.max_connection_idle_ms", int(_IDLE_S * 1e3)),
             ("grpc.server_handshake_timeout_ms", int(_HANDSHAKE_S * 1e3)),
         )

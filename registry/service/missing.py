@@ -19,8 +19,8 @@ from registry.store import Store
 log = structlog.get_logger(__name__)
 
 
-async def warn_of_missing(store: Store, artifacts: ArtifactFolder, present: Collection[str]) -> int:
-    """Log how many artifacts of registered versions are not among those `present`; returns how many."""
+async def warn_of_missing(store: Store, artifacts: ArtifactFolder, present: Collection[str]) -> None:
+    """Log how many artifacts of registered versions are not among those `present`."""
     async with store.read() as reader:
         missing = sorted(await reader.artifact_digests() - set(present))
     if missing:
@@ -31,7 +31,6 @@ async def warn_of_missing(store: Store, artifacts: ArtifactFolder, present: Coll
             folder=str(artifacts.folder),
             remedy=MISSING_REMEDY,
         )
-    return len(missing)
 
 
 async def open_registered(store: Store, artifacts: ArtifactFolder, digest: str) -> tuple[BinaryIO, int]:

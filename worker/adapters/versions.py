@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Final
 
 from common.adapter_format.packed import read_version_digest
-from loraplex.errors import CorruptArtifact, VersionMismatch
+from loraplex.errors import ArtifactUnreachable, CorruptArtifact, VersionMismatch
 from worker.mailbox import AdapterFile
 
-UNREADABLE_FILE: Final = frozenset({"CORRUPT_ARTIFACT", "ARTIFACT_UNREACHABLE"})
+UNREADABLE_FILE: Final = frozenset({CorruptArtifact.reason, ArtifactUnreachable.reason})
 """Reasons by which the engine says that an adapter's file is not what it was when it was verified."""
 _KEPT: Final = 8192
 

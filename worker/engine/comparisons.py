@@ -3,13 +3,14 @@
 A comparison is one step long: all of its tokens are computed under both artifacts at once, on KV blocks that it has
 for this step alone. So it needs no preemption, and between steps it holds nothing. It comes after every client's
 request: only while nobody waits, with what a step's budget has left, or alone where nothing else runs. One that fits
-into no step beside what runs is computed all the same once in `max_adapter_wait_s`, in a step that is longer for it.
-Pure: time is an argument.
+into no step beside what runs is computed all the same after PATIENCE_S, in a step that is longer for it. Pure: time is
+an argument.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Final
 
 from worker.engine.config import EngineConfig
 from worker.engine.memory import Memory
@@ -18,6 +19,9 @@ from worker.engine.refusal import Problem, adapter_too_large
 from worker.engine.request import Request
 from worker.engine.residency import Placement
 from worker.mailbox import AdapterFile, Compare, Compared, Failure
+
+PATIENCE_S: Final = 2.0
+"""How long a comparison that is larger than what steps have left waits; so far apart are steps that it makes longer."""
 
 
 def check(compare: Compare, config: EngineConfig) -> Problem | None:
@@ -74,7 +78,7 @@ class Comparisons:
         self._memory, self._config = memory, config
         self._waiting: dict[int, Compare] = {}
         self._in_step: ComparisonStep | None = None
-        self._passed_over_s: float | None = None  # since when the budget has been too small
+        self._passed_over: tuple[int, float] | None = None  # the first one, since when no step has had room for it
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -89,8 +93,6 @@ class Comparisons:
     def remove(self, request_id: int) -> None:
         """Forget a comparison; what its step holds, if it is in one, is given back when that is answered."""
         self._waiting.pop(request_id, None)
-        if not self._waiting:
-            self._passed_over_s = None
 
     def waiting_for(self, artifact_digest: str) -> list[int]:
         """Return the ids of those that need an adapter."""
@@ -108,7 +110,14 @@ class Comparisons:
         `budget` is what prompts left of the step's tokens; `alone` says that the step computes nothing else.
         """
         compare = next(iter(self._waiting.values()), None)
-        if compare is None or not (alone or 2 * len(compare.token_ids) <= budget or self._is_aged(now)):
+        if compare is None:
+            return [], None
+        if alone or 2 * len(compare.token_ids) <= budget:
+            self._passed_over = None
+        elif self._passed_over is None or self._passed_over[0] != compare.request_id:
+            self._passed_over = (compare.request_id, now)
+            return [], None
+        elif now - self._passed_over[1] < PATIENCE_S:
             return [], None
         reserve = self._reserve(running)
         placements, is_ready = self._place(compare, reserve, now)
@@ -151,11 +160,6 @@ class Comparisons:
         """Return the id of the comparison of the step in flight, unless it was removed."""
         request_id = None if self._in_step is None else self._in_step.request_id
         return request_id if request_id in self._waiting else None
-
-    def _is_aged(self, now: float) -> bool:
-        if self._passed_over_s is None:
-            self._passed_over_s = now
-        return now - self._passed_over_s >= self._config.max_adapter_wait_s
 
     def _reserve(self, running: Collection[Request]) -> int:
         """Chunks left for running requests: what their known tokens need, and a block for each or the watermark."""
@@ -203,7 +207,6 @@ class Comparisons:
             blocks[each:],
         )
         self._in_step = step
-        self._passed_over_s = None
         return step
 
 

@@ -10,7 +10,7 @@ import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common import rpc_limits
+from common import file_limit
 from common.rpc import Server, open_channel
 from common.rpc_limits import RpcLimits
 from loraplex.errors import FailedPrecondition, LoraplexError, PromptTooLong, QueueFull, Unavailable, from_rpc_error
@@ -119,9 +119,9 @@ async def test_a_call_too_many_is_refused_with_the_setting_and_probes_are_answer
 
 
 def test_no_more_connections_are_taken_than_half_of_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc_limits, "raise_file_limit", lambda: 1024)
+    monkeypatch.setattr(file_limit, "raise_file_limit", lambda: 1024)
     option = "grpc.max_allowed_incoming_connections"
-    assert dict(RpcLimits(max_connections=4096).options())[option] == 512
+    assert dict(RpcLimits(max_connections=4096).options())[option] == (1024 - 256) // 2
     assert dict(RpcLimits(max_connections=100).options())[option] == 100
 
 

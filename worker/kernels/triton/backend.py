@@ -28,6 +28,7 @@ from worker.kernels.triton.platform import Platform
 from worker.kernels.triton.step import Model, Room, SideStream, TritonStep
 from worker.kernels.triton.tiles import Format
 from worker.kernels.triton.work import DECODE_GROUP_ROWS, PREFILL_GROUP_ROWS, FixedWork
+from worker.mailbox import Sampling
 
 FORMATS = frozenset({Format.BF16, Format.INT8, Format.INT4})
 """Formats that tiles come in; the kernels' code for others is left out."""
@@ -108,8 +109,8 @@ class TritonKernels:
         positions = torch.zeros(rows, dtype=torch.int32, device=device)
         inputs = StepInputs(positions, positions.long() - 1, attention, tuple(places))
         logits = forward(self.step_of(inputs), positions.long())
-        two, three = np.zeros(2, dtype=np.int64), np.full(2, 0.5)
-        self.draw(logits.float(), Draws(np.arange(2), three, two, three, three, three))
+        filtered = Sampling(temperature=0.5, top_p=0.5, min_p=0.5)
+        self.draw(logits.float(), Draws.of(range(2), [filtered] * 2, np.full(2, 0.5)))
 
     def _room(self, inputs: StepInputs) -> Room:
         model, device = self._model, self._arena.memory.device

@@ -9,7 +9,7 @@ import pytest
 
 from tests.fake_runner import expected_comparison, expected_tokens
 from tests.unit.worker.engine.driver import CONFIG, Driver, on_device
-from worker.engine.comparisons import check
+from worker.engine.comparisons import PATIENCE_S, check
 from worker.engine.plan import AdapterLoad
 from worker.mailbox import AdapterFile, Compare
 
@@ -101,10 +101,25 @@ def test_one_that_is_larger_than_a_step_is_not_kept_waiting_for_ever(drive: Driv
         driver.step(seconds=0.1)
         driver.finish_loads()
         when |= {asked: driver.now - began_s for asked in driver.compared if asked not in when}
-    patience_s = driver.config.max_adapter_wait_s
-    assert patience_s < when[first] < patience_s + 0.5
-    assert 2 * patience_s < when[second] < 2 * patience_s + 1.0
+    assert PATIENCE_S < when[first] < PATIENCE_S + 0.5
+    assert 2 * PATIENCE_S < when[second] < 2 * PATIENCE_S + 1.0
     assert driver.tokens[busy] == expected_tokens(driver.prompts[busy], 150)
+
+
+def test_one_does_not_inherit_how_long_another_has_waited(drive: Drive) -> None:
+    driver = drive(max_prefill_tokens=8, max_context_tokens=200, total_blocks=100)
+    gone = comparing(driver)
+    driver.submit(max_tokens=150)
+    for _ in range(5):
+        driver.step(seconds=PATIENCE_S / 4)
+    driver.abort(gone)
+    asked = comparing(driver)
+    for _ in range(3):
+        driver.step(seconds=PATIENCE_S / 4)
+        driver.finish_loads()
+        assert asked not in driver.compared
+    driver.run_until_idle()
+    assert asked in driver.compared
 
 
 def test_requests_beside_it_get_the_tokens_they_would_have_alone(drive: Drive) -> None:
