@@ -144,7 +144,7 @@ def test_the_probes_image_has_a_shell_that_runs_by_itself(tmp_path):
     archive.write_bytes(shell_archive())
     root = tmp_path / "root"
     root.mkdir()
-    shutil.unpack_archive(archive, root, filter="fully_trusted")
+    subprocess.run(["tar", "-xf", archive, "-C", root], check=True)
     if os.geteuid() != 0:
         pytest.skip("only root can change the root folder")
     said = subprocess.run(["chroot", root, "/bin/sh", "-c", "echo alone"], capture_output=True, text=True, check=True)
