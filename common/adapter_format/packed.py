@@ -52,9 +52,37 @@ _KEY: Final = "loraplex"
 _PART_FORMATS: Final = {FORMAT_INT8: (FORMAT_INT8,), FORMAT_INT4: (FORMAT_INT8, FORMAT_INT4)}
 
 
+EMBEDDING: Final = "embed_tokens"
+"""Name of the token embedding: x is one-hot, in is the vocabulary. Its A lies as [vocabulary, rank], for row gathers:
+parts' `a` [rank, in] are transposed views of that."""
+HEAD: Final = "lm_head"
+"""Name of the output head."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedAffine:
+    """What a module's output becomes, after its LoRA was added: y <- scale * y + shift, by output feature.
+
+    DoRA is scale = m / ||W + sBA|| and shift = (1 - scale) * the base's bias; a LoRA bias is scale 1 and shift s * bias.
+    Both [out] float32, in every format.
+    """
+
+    scale: NDArray[np.float32]
+    shift: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """A matrix that stands in for the base's: `name` is EMBEDDING or HEAD; `weight` [vocabulary, hidden] in `dtype`."""
+
+    name: str
+    dtype: str
+    weight: NDArray[Any]
+
+
 @dataclass(frozen=True, slots=True)
 class PackedModule:
-    """One LoRA. As stored by PEFT, y += scale * B(Ax); quantized, the sum of its parts.
+    """One LoRA. As stored by PEFT, y += scale * B(Ax); quantized, the sum of its parts. `affine` comes after it.
 
     `a` [rank, in] and `b` [out, rank] are read-only views of the mapped file; BF16 comes as uint16 bits. A quantized
     module has its numbers in `quantized`; its `a` [0, in] and `b` [out, 0] are empty.
@@ -67,6 +95,7 @@ class PackedModule:
     a: NDArray[Any]
     b: NDArray[Any]
     quantized: tuple[PackedPart, ...] = ()
+    affine: PackedAffine | None = None
 
     @property
     def parts(self) -> tuple[PackedPart, ...]:
@@ -100,6 +129,7 @@ class PackedAdapter:
     base_digest: str
     format: str
     modules: tuple[PackedModule, ...]
+    matrices: tuple[PackedMatrix, ...] = ()
 
 
 def version_digest(base_digest: str, modules: Iterable[PackedModule]) -> str:

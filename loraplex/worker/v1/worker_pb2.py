@@ -22,36 +22,56 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from loraplex.types.v1 import evaluation_pb2 as loraplex_dot_types_dot_v1_dot_evaluation__pb2
 from loraplex.types.v1 import generation_pb2 as loraplex_dot_types_dot_v1_dot_generation__pb2
 from loraplex.types.v1 import sampling_pb2 as loraplex_dot_types_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1floraplex/worker/v1/worker.proto\x12\x12loraplex.worker.v1\x1a\"loraplex/types/v1/evaluation.proto\x1a\"loraplex/types/v1/generation.proto\x1a loraplex/types/v1/sampling.proto\"x\n\x0fResolvedAdapter\x12\x16\n\x0eversion_digest\x18\x01 \x01(\t\x12\x17\n\x0f\x61rtifact_digest\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0e\n\x06\x66ormat\x18\x04 \x01(\t\x12\x16\n\x0e\x61rtifact_bytes\x18\x05 \x01(\x04\"\xc0\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x13\n\x0b\x62\x61se_digest\x18\x03 \x01(\t\x12\x39\n\x07\x61\x64\x61pter\x18\x04 \x01(\x0b\x32#.loraplex.worker.v1.ResolvedAdapterH\x01\x88\x01\x01\x12\x10\n\x06prompt\x18\x05 \x01(\tH\x00\x12,\n\x04\x63hat\x18\x06 \x01(\x0b\x32\x1c.loraplex.types.v1.ChatInputH\x00\x12/\n\x06tokens\x18\x07 \x01(\x0b\x32\x1d.loraplex.types.v1.TokenInputH\x00\x12\x33\n\x08sampling\x18\x08 \x01(\x0b\x32!.loraplex.types.v1.SamplingParamsB\x07\n\x05inputB\n\n\x08_adapter\"\xb5\x01\n\x10GenerateResponse\x12)\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x18.loraplex.types.v1.DeltaH\x00\x12<\n\x0f\x63hoice_finished\x18\x02 \x01(\x0b\x32!.loraplex.types.v1.ChoiceFinishedH\x00\x12/\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1b.loraplex.types.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"}\n\x16\x45valuateAdapterRequest\x12\x13\n\x0b\x62\x61se_digest\x18\x01 \x01(\t\x12\x16\n\x0eversion_digest\x18\x02 \x01(\t\x12\x17\n\x0f\x61rtifact_digest\x18\x03 \x01(\t\x12\x1d\n\x15\x65xact_artifact_digest\x18\x04 \x01(\t\"\x92\x01\n\x17\x45valuateAdapterResponse\x12\x39\n\x08progress\x18\x01 \x01(\x0b\x32%.loraplex.types.v1.EvaluationProgressH\x00\x12\x33\n\nevaluation\x18\x02 \x01(\x0b\x32\x1d.loraplex.types.v1.EvaluationH\x00\x42\x07\n\x05\x65vent\"\x14\n\x12WatchStatusRequest\"\xa5\x01\n\x10\x41\x64\x61pterResidency\x12\x17\n\x0f\x61rtifact_digest\x18\x01 \x01(\t\x12,\n\x04tier\x18\x02 \x01(\x0e\x32\x1e.loraplex.types.v1.AdapterTier\x12\x0f\n\x07loading\x18\x03 \x01(\x08\x12\x0e\n\x06pinned\x18\x04 \x01(\x08\x12\x11\n\tin_flight\x18\x05 \x01(\r\x12\x16\n\x0e\x61rtifact_bytes\x18\x06 \x01(\x04\"\xf8\x06\n\x13WatchStatusResponse\x12\x0c\n\x04\x66ull\x18\x01 \x01(\x08\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\x10\n\x08sequence\x18\x04 \x01(\x04\x12\x18\n\x0b\x62\x61se_digest\x18\x05 \x01(\tH\x00\x88\x01\x01\x12\x33\n\x05state\x18\x06 \x01(\x0e\x32\x1f.loraplex.worker.v1.WorkerStateH\x01\x88\x01\x01\x12\x1d\n\x10running_requests\x18\x07 \x01(\rH\x02\x88\x01\x01\x12\x1d\n\x10waiting_requests\x18\x08 \x01(\rH\x03\x88\x01\x01\x12\"\n\x15queued_prefill_tokens\x18\t \x01(\x04H\x04\x88\x01\x01\x12&\n\x19prefill_tokens_per_second\x18\n \x01(\x02H\x05\x88\x01\x01\x12%\n\x18\x64\x65\x63ode_tokens_per_second\x18\x0b \x01(\x02H\x06\x88\x01\x01\x12\x18\n\x0b\x66ree_blocks\x18\x0c \x01(\rH\x07\x88\x01\x01\x12\x19\n\x0ctotal_blocks\x18\r \x01(\rH\x08\x88\x01\x01\x12\x19\n\x0c\x62lock_tokens\x18\x0e \x01(\rH\t\x88\x01\x01\x12\x1f\n\x12max_context_tokens\x18\x0f \x01(\rH\n\x88\x01\x01\x12\x36\n\x08\x61\x64\x61pters\x18\x10 \x03(\x0b\x32$.loraplex.worker.v1.AdapterResidency\x12 \n\x18removed_artifact_digests\x18\x11 \x03(\t\x12\x13\n\x06\x64\x65vice\x18\x12 \x01(\tH\x0b\x88\x01\x01\x12\x12\n\x05\x64type\x18\x13 \x01(\tH\x0c\x88\x01\x01\x12\x1e\n\x11\x62\x61se_quantization\x18\x14 \x01(\tH\r\x88\x01\x01\x42\x0e\n\x0c_base_digestB\x08\n\x06_stateB\x13\n\x11_running_requestsB\x13\n\x11_waiting_requestsB\x18\n\x16_queued_prefill_tokensB\x1c\n\x1a_prefill_tokens_per_secondB\x1b\n\x19_decode_tokens_per_secondB\x0e\n\x0c_free_blocksB\x0f\n\r_total_blocksB\x0f\n\r_block_tokensB\x15\n\x13_max_context_tokensB\t\n\x07_deviceB\x08\n\x06_dtypeB\x14\n\x12_base_quantization*\x99\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x18\n\x14WORKER_STATE_SERVING\x10\x02\x12\x1c\n\x18WORKER_STATE_NOT_SERVING\x10\x03\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x04\x32\xb8\x02\n\rWorkerService\x12W\n\x08Generate\x12#.loraplex.worker.v1.GenerateRequest\x1a$.loraplex.worker.v1.GenerateResponse0\x01\x12l\n\x0f\x45valuateAdapter\x12*.loraplex.worker.v1.EvaluateAdapterRequest\x1a+.loraplex.worker.v1.EvaluateAdapterResponse0\x01\x12`\n\x0bWatchStatus\x12&.loraplex.worker.v1.WatchStatusRequest\x1a\'.loraplex.worker.v1.WatchStatusResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1floraplex/worker/v1/worker.proto\x12\x12loraplex.worker.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\"loraplex/types/v1/evaluation.proto\x1a\"loraplex/types/v1/generation.proto\x1a loraplex/types/v1/sampling.proto\"x\n\x0fResolvedAdapter\x12\x16\n\x0eversion_digest\x18\x01 \x01(\t\x12\x17\n\x0f\x61rtifact_digest\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0e\n\x06\x66ormat\x18\x04 \x01(\t\x12\x16\n\x0e\x61rtifact_bytes\x18\x05 \x01(\x04\"\xc0\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x13\n\x0b\x62\x61se_digest\x18\x03 \x01(\t\x12\x39\n\x07\x61\x64\x61pter\x18\x04 \x01(\x0b\x32#.loraplex.worker.v1.ResolvedAdapterH\x01\x88\x01\x01\x12\x10\n\x06prompt\x18\x05 \x01(\tH\x00\x12,\n\x04\x63hat\x18\x06 \x01(\x0b\x32\x1c.loraplex.types.v1.ChatInputH\x00\x12/\n\x06tokens\x18\x07 \x01(\x0b\x32\x1d.loraplex.types.v1.TokenInputH\x00\x12\x33\n\x08sampling\x18\x08 \x01(\x0b\x32!.loraplex.types.v1.SamplingParamsB\x07\n\x05inputB\n\n\x08_adapter\"\xb5\x01\n\x10GenerateResponse\x12)\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x18.loraplex.types.v1.DeltaH\x00\x12<\n\x0f\x63hoice_finished\x18\x02 \x01(\x0b\x32!.loraplex.types.v1.ChoiceFinishedH\x00\x12/\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1b.loraplex.types.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"}\n\x16\x45valuateAdapterRequest\x12\x13\n\x0b\x62\x61se_digest\x18\x01 \x01(\t\x12\x16\n\x0eversion_digest\x18\x02 \x01(\t\x12\x17\n\x0f\x61rtifact_digest\x18\x03 \x01(\t\x12\x1d\n\x15\x65xact_artifact_digest\x18\x04 \x01(\t\"\x92\x01\n\x17\x45valuateAdapterResponse\x12\x39\n\x08progress\x18\x01 \x01(\x0b\x32%.loraplex.types.v1.EvaluationProgressH\x00\x12\x33\n\nevaluation\x18\x02 \x01(\x0b\x32\x1d.loraplex.types.v1.EvaluationH\x00\x42\x07\n\x05\x65vent\"_\n\x12LoadAdapterRequest\x12\x13\n\x0b\x62\x61se_digest\x18\x01 \x01(\t\x12\x34\n\x07\x61\x64\x61pter\x18\x02 \x01(\x0b\x32#.loraplex.worker.v1.ResolvedAdapter\"u\n\x13LoadAdapterResponse\x12\x30\n\x08tier_hit\x18\x01 \x01(\x0e\x32\x1e.loraplex.types.v1.AdapterTier\x12,\n\tload_time\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"v\n\x16PrefetchAdapterRequest\x12\x13\n\x0b\x62\x61se_digest\x18\x01 \x01(\t\x12\x34\n\x07\x61\x64\x61pter\x18\x02 \x01(\x0b\x32#.loraplex.worker.v1.ResolvedAdapter\x12\x11\n\tto_device\x18\x03 \x01(\x08\"G\n\x17PrefetchAdapterResponse\x12,\n\x04tier\x18\x01 \x01(\x0e\x32\x1e.loraplex.types.v1.AdapterTier\"B\n\x14UnloadAdapterRequest\x12\x17\n\x0f\x61rtifact_digest\x18\x01 \x01(\t\x12\x11\n\tfrom_disk\x18\x02 \x01(\x08\"E\n\x15UnloadAdapterResponse\x12,\n\x04tier\x18\x01 \x01(\x0e\x32\x1e.loraplex.types.v1.AdapterTier\"n\n\x11PinAdapterRequest\x12\x13\n\x0b\x62\x61se_digest\x18\x01 \x01(\t\x12\x34\n\x07\x61\x64\x61pter\x18\x02 \x01(\x0b\x32#.loraplex.worker.v1.ResolvedAdapter\x12\x0e\n\x06pinned\x18\x03 \x01(\x08\"B\n\x12PinAdapterResponse\x12,\n\x04tier\x18\x01 \x01(\x0e\x32\x1e.loraplex.types.v1.AdapterTier\"\x14\n\x12WatchStatusRequest\"\xf9\x01\n\x10\x41\x64\x61pterResidency\x12\x17\n\x0f\x61rtifact_digest\x18\x01 \x01(\t\x12,\n\x04tier\x18\x02 \x01(\x0e\x32\x1e.loraplex.types.v1.AdapterTier\x12\x0f\n\x07loading\x18\x03 \x01(\x08\x12\x0e\n\x06pinned\x18\x04 \x01(\x08\x12\x11\n\tin_flight\x18\x05 \x01(\r\x12\x16\n\x0e\x61rtifact_bytes\x18\x06 \x01(\x04\x12\x19\n\x11quarantine_reason\x18\x07 \x01(\t\x12\x37\n\x13quarantine_end_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xc5\x08\n\x13WatchStatusResponse\x12\x0c\n\x04\x66ull\x18\x01 \x01(\x08\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\x10\n\x08sequence\x18\x04 \x01(\x04\x12\x18\n\x0b\x62\x61se_digest\x18\x05 \x01(\tH\x00\x88\x01\x01\x12\x33\n\x05state\x18\x06 \x01(\x0e\x32\x1f.loraplex.worker.v1.WorkerStateH\x01\x88\x01\x01\x12\x1d\n\x10running_requests\x18\x07 \x01(\rH\x02\x88\x01\x01\x12\x1d\n\x10waiting_requests\x18\x08 \x01(\rH\x03\x88\x01\x01\x12\"\n\x15queued_prefill_tokens\x18\t \x01(\x04H\x04\x88\x01\x01\x12&\n\x19prefill_tokens_per_second\x18\n \x01(\x02H\x05\x88\x01\x01\x12%\n\x18\x64\x65\x63ode_tokens_per_second\x18\x0b \x01(\x02H\x06\x88\x01\x01\x12\x18\n\x0b\x66ree_blocks\x18\x0c \x01(\rH\x07\x88\x01\x01\x12\x19\n\x0ctotal_blocks\x18\r \x01(\rH\x08\x88\x01\x01\x12\x19\n\x0c\x62lock_tokens\x18\x0e \x01(\rH\t\x88\x01\x01\x12\x1f\n\x12max_context_tokens\x18\x0f \x01(\rH\n\x88\x01\x01\x12\x36\n\x08\x61\x64\x61pters\x18\x10 \x03(\x0b\x32$.loraplex.worker.v1.AdapterResidency\x12 \n\x18removed_artifact_digests\x18\x11 \x03(\t\x12\x13\n\x06\x64\x65vice\x18\x12 \x01(\tH\x0b\x88\x01\x01\x12\x12\n\x05\x64type\x18\x13 \x01(\tH\x0c\x88\x01\x01\x12\x1e\n\x11\x62\x61se_quantization\x18\x14 \x01(\tH\r\x88\x01\x01\x12\x35\n\x0b\x64\x65vice_tier\x18\x15 \x01(\x0b\x32\x1b.loraplex.worker.v1.TierUseH\x0e\x88\x01\x01\x12\x33\n\thost_tier\x18\x16 \x01(\x0b\x32\x1b.loraplex.worker.v1.TierUseH\x0f\x88\x01\x01\x12\x33\n\tdisk_tier\x18\x17 \x01(\x0b\x32\x1b.loraplex.worker.v1.TierUseH\x10\x88\x01\x01\x42\x0e\n\x0c_base_digestB\x08\n\x06_stateB\x13\n\x11_running_requestsB\x13\n\x11_waiting_requestsB\x18\n\x16_queued_prefill_tokensB\x1c\n\x1a_prefill_tokens_per_secondB\x1b\n\x19_decode_tokens_per_secondB\x0e\n\x0c_free_blocksB\x0f\n\r_total_blocksB\x0f\n\r_block_tokensB\x15\n\x13_max_context_tokensB\t\n\x07_deviceB\x08\n\x06_dtypeB\x14\n\x12_base_quantizationB\x0e\n\x0c_device_tierB\x0c\n\n_host_tierB\x0c\n\n_disk_tier\"I\n\x07TierUse\x12\x12\n\nused_bytes\x18\x01 \x01(\x04\x12\x14\n\x0c\x62udget_bytes\x18\x02 \x01(\x04\x12\x14\n\x0cnum_adapters\x18\x03 \x01(\r*\x99\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x18\n\x14WORKER_STATE_SERVING\x10\x02\x12\x1c\n\x18WORKER_STATE_NOT_SERVING\x10\x03\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x04\x32\xc7\x05\n\rWorkerService\x12W\n\x08Generate\x12#.loraplex.worker.v1.GenerateRequest\x1a$.loraplex.worker.v1.GenerateResponse0\x01\x12l\n\x0f\x45valuateAdapter\x12*.loraplex.worker.v1.EvaluateAdapterRequest\x1a+.loraplex.worker.v1.EvaluateAdapterResponse0\x01\x12^\n\x0bLoadAdapter\x12&.loraplex.worker.v1.LoadAdapterRequest\x1a\'.loraplex.worker.v1.LoadAdapterResponse\x12j\n\x0fPrefetchAdapter\x12*.loraplex.worker.v1.PrefetchAdapterRequest\x1a+.loraplex.worker.v1.PrefetchAdapterResponse\x12\x64\n\rUnloadAdapter\x12(.loraplex.worker.v1.UnloadAdapterRequest\x1a).loraplex.worker.v1.UnloadAdapterResponse\x12[\n\nPinAdapter\x12%.loraplex.worker.v1.PinAdapterRequest\x1a&.loraplex.worker.v1.PinAdapterResponse\x12`\n\x0bWatchStatus\x12&.loraplex.worker.v1.WatchStatusRequest\x1a\'.loraplex.worker.v1.WatchStatusResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'loraplex.worker.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERSTATE']._serialized_start=2148
-  _globals['_WORKERSTATE']._serialized_end=2301
-  _globals['_RESOLVEDADAPTER']._serialized_start=161
-  _globals['_RESOLVEDADAPTER']._serialized_end=281
-  _globals['_GENERATEREQUEST']._serialized_start=284
-  _globals['_GENERATEREQUEST']._serialized_end=604
-  _globals['_GENERATERESPONSE']._serialized_start=607
-  _globals['_GENERATERESPONSE']._serialized_end=788
-  _globals['_EVALUATEADAPTERREQUEST']._serialized_start=790
-  _globals['_EVALUATEADAPTERREQUEST']._serialized_end=915
-  _globals['_EVALUATEADAPTERRESPONSE']._serialized_start=918
-  _globals['_EVALUATEADAPTERRESPONSE']._serialized_end=1064
-  _globals['_WATCHSTATUSREQUEST']._serialized_start=1066
-  _globals['_WATCHSTATUSREQUEST']._serialized_end=1086
-  _globals['_ADAPTERRESIDENCY']._serialized_start=1089
-  _globals['_ADAPTERRESIDENCY']._serialized_end=1254
-  _globals['_WATCHSTATUSRESPONSE']._serialized_start=1257
-  _globals['_WATCHSTATUSRESPONSE']._serialized_end=2145
-  _globals['_WORKERSERVICE']._serialized_start=2304
-  _globals['_WORKERSERVICE']._serialized_end=2616
+  _globals['_WORKERSTATE']._serialized_start=3305
+  _globals['_WORKERSTATE']._serialized_end=3458
+  _globals['_RESOLVEDADAPTER']._serialized_start=226
+  _globals['_RESOLVEDADAPTER']._serialized_end=346
+  _globals['_GENERATEREQUEST']._serialized_start=349
+  _globals['_GENERATEREQUEST']._serialized_end=669
+  _globals['_GENERATERESPONSE']._serialized_start=672
+  _globals['_GENERATERESPONSE']._serialized_end=853
+  _globals['_EVALUATEADAPTERREQUEST']._serialized_start=855
+  _globals['_EVALUATEADAPTERREQUEST']._serialized_end=980
+  _globals['_EVALUATEADAPTERRESPONSE']._serialized_start=983
+  _globals['_EVALUATEADAPTERRESPONSE']._serialized_end=1129
+  _globals['_LOADADAPTERREQUEST']._serialized_start=1131
+  _globals['_LOADADAPTERREQUEST']._serialized_end=1226
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=1228
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=1345
+  _globals['_PREFETCHADAPTERREQUEST']._serialized_start=1347
+  _globals['_PREFETCHADAPTERREQUEST']._serialized_end=1465
+  _globals['_PREFETCHADAPTERRESPONSE']._serialized_start=1467
+  _globals['_PREFETCHADAPTERRESPONSE']._serialized_end=1538
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=1540
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=1606
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=1608
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=1677
+  _globals['_PINADAPTERREQUEST']._serialized_start=1679
+  _globals['_PINADAPTERREQUEST']._serialized_end=1789
+  _globals['_PINADAPTERRESPONSE']._serialized_start=1791
+  _globals['_PINADAPTERRESPONSE']._serialized_end=1857
+  _globals['_WATCHSTATUSREQUEST']._serialized_start=1859
+  _globals['_WATCHSTATUSREQUEST']._serialized_end=1879
+  _globals['_ADAPTERRESIDENCY']._serialized_start=1882
+  _globals['_ADAPTERRESIDENCY']._serialized_end=2131
+  _globals['_WATCHSTATUSRESPONSE']._serialized_start=2134
+  _globals['_WATCHSTATUSRESPONSE']._serialized_end=3227
+  _globals['_TIERUSE']._serialized_start=3229
+  _globals['_TIERUSE']._serialized_end=3302
+  _globals['_WORKERSERVICE']._serialized_start=3461
+  _globals['_WORKERSERVICE']._serialized_end=4172
 # @@protoc_insertion_point(module_scope)

@@ -5,7 +5,9 @@ isort:skip_file
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from loraplex.types.v1 import evaluation_pb2 as _evaluation_pb2
@@ -262,6 +264,218 @@ class EvaluateAdapterResponse(_message.Message):
 Global___EvaluateAdapterResponse: _TypeAlias = EvaluateAdapterResponse  # noqa: Y015
 
 @_typing.final
+class LoadAdapterRequest(_message.Message):
+    """Asks for an adapter on the device."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_DIGEST_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    base_digest: _builtins.str
+    """Digest of the base model; the worker refuses another."""
+    @_builtins.property
+    def adapter(self) -> Global___ResolvedAdapter:
+        """The adapter."""
+
+    def __init__(
+        self,
+        *,
+        base_digest: _builtins.str = ...,
+        adapter: Global___ResolvedAdapter | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "base_digest", b"base_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapterRequest: _TypeAlias = LoadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class LoadAdapterResponse(_message.Message):
+    """The adapter is on the device."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_HIT_FIELD_NUMBER: _builtins.int
+    LOAD_TIME_FIELD_NUMBER: _builtins.int
+    tier_hit: _generation_pb2.AdapterTier.ValueType
+    """Where it was when it was asked for."""
+    @_builtins.property
+    def load_time(self) -> _duration_pb2.Duration:
+        """How long it took to bring it there."""
+
+    def __init__(
+        self,
+        *,
+        tier_hit: _generation_pb2.AdapterTier.ValueType = ...,
+        load_time: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load_time", b"load_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load_time", b"load_time", "tier_hit", b"tier_hit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapterResponse: _TypeAlias = LoadAdapterResponse  # noqa: Y015
+
+@_typing.final
+class PrefetchAdapterRequest(_message.Message):
+    """Asks for an adapter ahead of its requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_DIGEST_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    TO_DEVICE_FIELD_NUMBER: _builtins.int
+    base_digest: _builtins.str
+    """Digest of the base model; the worker refuses another."""
+    to_device: _builtins.bool
+    """Bring it to the device too, if there is room beside what is in use; else only to the disk."""
+    @_builtins.property
+    def adapter(self) -> Global___ResolvedAdapter:
+        """The adapter."""
+
+    def __init__(
+        self,
+        *,
+        base_digest: _builtins.str = ...,
+        adapter: Global___ResolvedAdapter | None = ...,
+        to_device: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "base_digest", b"base_digest", "to_device", b"to_device"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefetchAdapterRequest: _TypeAlias = PrefetchAdapterRequest  # noqa: Y015
+
+@_typing.final
+class PrefetchAdapterResponse(_message.Message):
+    """The adapter is on its way, or there."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    tier: _generation_pb2.AdapterTier.ValueType
+    """Where it is now."""
+    def __init__(
+        self,
+        *,
+        tier: _generation_pb2.AdapterTier.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefetchAdapterResponse: _TypeAlias = PrefetchAdapterResponse  # noqa: Y015
+
+@_typing.final
+class UnloadAdapterRequest(_message.Message):
+    """Asks to let go of an adapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ARTIFACT_DIGEST_FIELD_NUMBER: _builtins.int
+    FROM_DISK_FIELD_NUMBER: _builtins.int
+    artifact_digest: _builtins.str
+    """Digest of its artifact."""
+    from_disk: _builtins.bool
+    """Remove it from the disk cache too."""
+    def __init__(
+        self,
+        *,
+        artifact_digest: _builtins.str = ...,
+        from_disk: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["artifact_digest", b"artifact_digest", "from_disk", b"from_disk"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapterRequest: _TypeAlias = UnloadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class UnloadAdapterResponse(_message.Message):
+    """The adapter is no longer there."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    tier: _generation_pb2.AdapterTier.ValueType
+    """Where it was; unspecified where it was nowhere."""
+    def __init__(
+        self,
+        *,
+        tier: _generation_pb2.AdapterTier.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapterResponse: _TypeAlias = UnloadAdapterResponse  # noqa: Y015
+
+@_typing.final
+class PinAdapterRequest(_message.Message):
+    """Asks to keep an adapter, or no longer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_DIGEST_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    base_digest: _builtins.str
+    """Digest of the base model; the worker refuses another."""
+    pinned: _builtins.bool
+    """Whether to keep it."""
+    @_builtins.property
+    def adapter(self) -> Global___ResolvedAdapter:
+        """The adapter."""
+
+    def __init__(
+        self,
+        *,
+        base_digest: _builtins.str = ...,
+        adapter: Global___ResolvedAdapter | None = ...,
+        pinned: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "base_digest", b"base_digest", "pinned", b"pinned"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinAdapterRequest: _TypeAlias = PinAdapterRequest  # noqa: Y015
+
+@_typing.final
+class PinAdapterResponse(_message.Message):
+    """The worker has taken note."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    tier: _generation_pb2.AdapterTier.ValueType
+    """Where the adapter is now."""
+    def __init__(
+        self,
+        *,
+        tier: _generation_pb2.AdapterTier.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinAdapterResponse: _TypeAlias = PinAdapterResponse  # noqa: Y015
+
+@_typing.final
 class WatchStatusRequest(_message.Message):
     """Asks for the status stream."""
 
@@ -290,6 +504,8 @@ class AdapterResidency(_message.Message):
     PINNED_FIELD_NUMBER: _builtins.int
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     ARTIFACT_BYTES_FIELD_NUMBER: _builtins.int
+    QUARANTINE_REASON_FIELD_NUMBER: _builtins.int
+    QUARANTINE_END_TIME_FIELD_NUMBER: _builtins.int
     artifact_digest: _builtins.str
     """Digest of the artifact."""
     tier: _generation_pb2.AdapterTier.ValueType
@@ -302,6 +518,12 @@ class AdapterResidency(_message.Message):
     """Requests in flight that use it."""
     artifact_bytes: _builtins.int
     """Size in bytes."""
+    quarantine_reason: _builtins.str
+    """Why it cannot be served for now: a stable reason. Empty where it can."""
+    @_builtins.property
+    def quarantine_end_time(self) -> _timestamp_pb2.Timestamp:
+        """Until when requests for it are refused with that reason; it is tried again afterwards."""
+
     def __init__(
         self,
         *,
@@ -311,10 +533,12 @@ class AdapterResidency(_message.Message):
         pinned: _builtins.bool = ...,
         in_flight: _builtins.int = ...,
         artifact_bytes: _builtins.int = ...,
+        quarantine_reason: _builtins.str = ...,
+        quarantine_end_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["quarantine_end_time", b"quarantine_end_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["artifact_bytes", b"artifact_bytes", "artifact_digest", b"artifact_digest", "in_flight", b"in_flight", "loading", b"loading", "pinned", b"pinned", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["artifact_bytes", b"artifact_bytes", "artifact_digest", b"artifact_digest", "in_flight", b"in_flight", "loading", b"loading", "pinned", b"pinned", "quarantine_end_time", b"quarantine_end_time", "quarantine_reason", b"quarantine_reason", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -346,6 +570,9 @@ class WatchStatusResponse(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     BASE_QUANTIZATION_FIELD_NUMBER: _builtins.int
+    DEVICE_TIER_FIELD_NUMBER: _builtins.int
+    HOST_TIER_FIELD_NUMBER: _builtins.int
+    DISK_TIER_FIELD_NUMBER: _builtins.int
     full: _builtins.bool
     """True for the first message: forget everything known of this worker."""
     worker_id: _builtins.str
@@ -390,6 +617,18 @@ class WatchStatusResponse(_message.Message):
     def removed_artifact_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Artifact digests of adapters that are no longer here."""
 
+    @_builtins.property
+    def device_tier(self) -> Global___TierUse:
+        """Bytes that adapters take on the device, and may take."""
+
+    @_builtins.property
+    def host_tier(self) -> Global___TierUse:
+        """Bytes that adapters take in page-locked host memory, and may take; unset where there is no such tier."""
+
+    @_builtins.property
+    def disk_tier(self) -> Global___TierUse:
+        """Bytes that adapters take in the disk cache, and may take."""
+
     def __init__(
         self,
         *,
@@ -413,10 +652,13 @@ class WatchStatusResponse(_message.Message):
         device: _builtins.str | None = ...,
         dtype: _builtins.str | None = ...,
         base_quantization: _builtins.str | None = ...,
+        device_tier: Global___TierUse | None = ...,
+        host_tier: Global___TierUse | None = ...,
+        disk_tier: Global___TierUse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_base_digest", b"_base_digest", "_base_quantization", b"_base_quantization", "_block_tokens", b"_block_tokens", "_decode_tokens_per_second", b"_decode_tokens_per_second", "_device", b"_device", "_dtype", b"_dtype", "_free_blocks", b"_free_blocks", "_max_context_tokens", b"_max_context_tokens", "_prefill_tokens_per_second", b"_prefill_tokens_per_second", "_queued_prefill_tokens", b"_queued_prefill_tokens", "_running_requests", b"_running_requests", "_state", b"_state", "_total_blocks", b"_total_blocks", "_waiting_requests", b"_waiting_requests", "base_digest", b"base_digest", "base_quantization", b"base_quantization", "block_tokens", b"block_tokens", "decode_tokens_per_second", b"decode_tokens_per_second", "device", b"device", "dtype", b"dtype", "free_blocks", b"free_blocks", "max_context_tokens", b"max_context_tokens", "prefill_tokens_per_second", b"prefill_tokens_per_second", "queued_prefill_tokens", b"queued_prefill_tokens", "running_requests", b"running_requests", "state", b"state", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_base_digest", b"_base_digest", "_base_quantization", b"_base_quantization", "_block_tokens", b"_block_tokens", "_decode_tokens_per_second", b"_decode_tokens_per_second", "_device", b"_device", "_device_tier", b"_device_tier", "_disk_tier", b"_disk_tier", "_dtype", b"_dtype", "_free_blocks", b"_free_blocks", "_host_tier", b"_host_tier", "_max_context_tokens", b"_max_context_tokens", "_prefill_tokens_per_second", b"_prefill_tokens_per_second", "_queued_prefill_tokens", b"_queued_prefill_tokens", "_running_requests", b"_running_requests", "_state", b"_state", "_total_blocks", b"_total_blocks", "_waiting_requests", b"_waiting_requests", "base_digest", b"base_digest", "base_quantization", b"base_quantization", "block_tokens", b"block_tokens", "decode_tokens_per_second", b"decode_tokens_per_second", "device", b"device", "device_tier", b"device_tier", "disk_tier", b"disk_tier", "dtype", b"dtype", "free_blocks", b"free_blocks", "host_tier", b"host_tier", "max_context_tokens", b"max_context_tokens", "prefill_tokens_per_second", b"prefill_tokens_per_second", "queued_prefill_tokens", b"queued_prefill_tokens", "running_requests", b"running_requests", "state", b"state", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base_digest", b"_base_digest", "_base_quantization", b"_base_quantization", "_block_tokens", b"_block_tokens", "_decode_tokens_per_second", b"_decode_tokens_per_second", "_device", b"_device", "_dtype", b"_dtype", "_free_blocks", b"_free_blocks", "_max_context_tokens", b"_max_context_tokens", "_prefill_tokens_per_second", b"_prefill_tokens_per_second", "_queued_prefill_tokens", b"_queued_prefill_tokens", "_running_requests", b"_running_requests", "_state", b"_state", "_total_blocks", b"_total_blocks", "_waiting_requests", b"_waiting_requests", "adapters", b"adapters", "base_digest", b"base_digest", "base_quantization", b"base_quantization", "block_tokens", b"block_tokens", "decode_tokens_per_second", b"decode_tokens_per_second", "device", b"device", "dtype", b"dtype", "epoch", b"epoch", "free_blocks", b"free_blocks", "full", b"full", "max_context_tokens", b"max_context_tokens", "prefill_tokens_per_second", b"prefill_tokens_per_second", "queued_prefill_tokens", b"queued_prefill_tokens", "removed_artifact_digests", b"removed_artifact_digests", "running_requests", b"running_requests", "sequence", b"sequence", "state", b"state", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base_digest", b"_base_digest", "_base_quantization", b"_base_quantization", "_block_tokens", b"_block_tokens", "_decode_tokens_per_second", b"_decode_tokens_per_second", "_device", b"_device", "_device_tier", b"_device_tier", "_disk_tier", b"_disk_tier", "_dtype", b"_dtype", "_free_blocks", b"_free_blocks", "_host_tier", b"_host_tier", "_max_context_tokens", b"_max_context_tokens", "_prefill_tokens_per_second", b"_prefill_tokens_per_second", "_queued_prefill_tokens", b"_queued_prefill_tokens", "_running_requests", b"_running_requests", "_state", b"_state", "_total_blocks", b"_total_blocks", "_waiting_requests", b"_waiting_requests", "adapters", b"adapters", "base_digest", b"base_digest", "base_quantization", b"base_quantization", "block_tokens", b"block_tokens", "decode_tokens_per_second", b"decode_tokens_per_second", "device", b"device", "device_tier", b"device_tier", "disk_tier", b"disk_tier", "dtype", b"dtype", "epoch", b"epoch", "free_blocks", b"free_blocks", "full", b"full", "host_tier", b"host_tier", "max_context_tokens", b"max_context_tokens", "prefill_tokens_per_second", b"prefill_tokens_per_second", "queued_prefill_tokens", b"queued_prefill_tokens", "removed_artifact_digests", b"removed_artifact_digests", "running_requests", b"running_requests", "sequence", b"sequence", "state", b"state", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__base_digest: _TypeAlias = _typing.Literal["base_digest"]  # noqa: Y015
     _WhichOneofArgType__base_digest: _TypeAlias = _typing.Literal["_base_digest", b"_base_digest"]  # noqa: Y015
@@ -428,10 +670,16 @@ class WatchStatusResponse(_message.Message):
     _WhichOneofArgType__decode_tokens_per_second: _TypeAlias = _typing.Literal["_decode_tokens_per_second", b"_decode_tokens_per_second"]  # noqa: Y015
     _WhichOneofReturnType__device: _TypeAlias = _typing.Literal["device"]  # noqa: Y015
     _WhichOneofArgType__device: _TypeAlias = _typing.Literal["_device", b"_device"]  # noqa: Y015
+    _WhichOneofReturnType__device_tier: _TypeAlias = _typing.Literal["device_tier"]  # noqa: Y015
+    _WhichOneofArgType__device_tier: _TypeAlias = _typing.Literal["_device_tier", b"_device_tier"]  # noqa: Y015
+    _WhichOneofReturnType__disk_tier: _TypeAlias = _typing.Literal["disk_tier"]  # noqa: Y015
+    _WhichOneofArgType__disk_tier: _TypeAlias = _typing.Literal["_disk_tier", b"_disk_tier"]  # noqa: Y015
     _WhichOneofReturnType__dtype: _TypeAlias = _typing.Literal["dtype"]  # noqa: Y015
     _WhichOneofArgType__dtype: _TypeAlias = _typing.Literal["_dtype", b"_dtype"]  # noqa: Y015
     _WhichOneofReturnType__free_blocks: _TypeAlias = _typing.Literal["free_blocks"]  # noqa: Y015
     _WhichOneofArgType__free_blocks: _TypeAlias = _typing.Literal["_free_blocks", b"_free_blocks"]  # noqa: Y015
+    _WhichOneofReturnType__host_tier: _TypeAlias = _typing.Literal["host_tier"]  # noqa: Y015
+    _WhichOneofArgType__host_tier: _TypeAlias = _typing.Literal["_host_tier", b"_host_tier"]  # noqa: Y015
     _WhichOneofReturnType__max_context_tokens: _TypeAlias = _typing.Literal["max_context_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_context_tokens: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens"]  # noqa: Y015
     _WhichOneofReturnType__prefill_tokens_per_second: _TypeAlias = _typing.Literal["prefill_tokens_per_second"]  # noqa: Y015
@@ -457,9 +705,15 @@ class WatchStatusResponse(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__device) -> _WhichOneofReturnType__device | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__device_tier) -> _WhichOneofReturnType__device_tier | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__disk_tier) -> _WhichOneofReturnType__disk_tier | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__dtype) -> _WhichOneofReturnType__dtype | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__free_blocks) -> _WhichOneofReturnType__free_blocks | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__host_tier) -> _WhichOneofReturnType__host_tier | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_context_tokens) -> _WhichOneofReturnType__max_context_tokens | None: ...
     @_typing.overload
@@ -476,3 +730,33 @@ class WatchStatusResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__waiting_requests) -> _WhichOneofReturnType__waiting_requests | None: ...
 
 Global___WatchStatusResponse: _TypeAlias = WatchStatusResponse  # noqa: Y015
+
+@_typing.final
+class TierUse(_message.Message):
+    """How full a tier is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    BUDGET_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_ADAPTERS_FIELD_NUMBER: _builtins.int
+    used_bytes: _builtins.int
+    """Bytes of the adapters in it."""
+    budget_bytes: _builtins.int
+    """Most bytes that it holds."""
+    num_adapters: _builtins.int
+    """Adapters in it."""
+    def __init__(
+        self,
+        *,
+        used_bytes: _builtins.int = ...,
+        budget_bytes: _builtins.int = ...,
+        num_adapters: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "num_adapters", b"num_adapters", "used_bytes", b"used_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierUse: _TypeAlias = TierUse  # noqa: Y015

@@ -45,6 +45,26 @@ class WorkerServiceStub:
                 request_serializer=loraplex_dot_worker_dot_v1_dot_worker__pb2.EvaluateAdapterRequest.SerializeToString,
                 response_deserializer=loraplex_dot_worker_dot_v1_dot_worker__pb2.EvaluateAdapterResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/loraplex.worker.v1.WorkerService/LoadAdapter',
+                request_serializer=loraplex_dot_worker_dot_v1_dot_worker__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=loraplex_dot_worker_dot_v1_dot_worker__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.PrefetchAdapter = channel.unary_unary(
+                '/loraplex.worker.v1.WorkerService/PrefetchAdapter',
+                request_serializer=loraplex_dot_worker_dot_v1_dot_worker__pb2.PrefetchAdapterRequest.SerializeToString,
+                response_deserializer=loraplex_dot_worker_dot_v1_dot_worker__pb2.PrefetchAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/loraplex.worker.v1.WorkerService/UnloadAdapter',
+                request_serializer=loraplex_dot_worker_dot_v1_dot_worker__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=loraplex_dot_worker_dot_v1_dot_worker__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.PinAdapter = channel.unary_unary(
+                '/loraplex.worker.v1.WorkerService/PinAdapter',
+                request_serializer=loraplex_dot_worker_dot_v1_dot_worker__pb2.PinAdapterRequest.SerializeToString,
+                response_deserializer=loraplex_dot_worker_dot_v1_dot_worker__pb2.PinAdapterResponse.FromString,
+                _registered_method=True)
         self.WatchStatus = channel.unary_stream(
                 '/loraplex.worker.v1.WorkerService/WatchStatus',
                 request_serializer=loraplex_dot_worker_dot_v1_dot_worker__pb2.WatchStatusRequest.SerializeToString,
@@ -72,6 +92,36 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Brings an adapter to the device and answers when it is there. Asking again for one that is there is answered at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PrefetchAdapter(self, request, context):
+        """Brings an adapter into the disk cache, and on to the device if asked, without waiting for it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Takes an adapter that nobody uses off the device, and out of the disk cache if asked. One that is in flight or
+        pinned is refused with FAILED_PRECONDITION; one that is not there is not an error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PinAdapter(self, request, context):
+        """Has the worker keep an adapter whatever the demand, or no longer. It is fetched and loaded without waiting for it.
+        Idempotent; forgotten when the epoch changes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchStatus(self, request, context):
         """Streams the worker's status: first everything (full = true), then changed fields, at most 10 messages a second,
         and at least one a second. The stream ends when the worker has drained.
@@ -92,6 +142,26 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.EvaluateAdapter,
                     request_deserializer=loraplex_dot_worker_dot_v1_dot_worker__pb2.EvaluateAdapterRequest.FromString,
                     response_serializer=loraplex_dot_worker_dot_v1_dot_worker__pb2.EvaluateAdapterResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=loraplex_dot_worker_dot_v1_dot_worker__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=loraplex_dot_worker_dot_v1_dot_worker__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'PrefetchAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.PrefetchAdapter,
+                    request_deserializer=loraplex_dot_worker_dot_v1_dot_worker__pb2.PrefetchAdapterRequest.FromString,
+                    response_serializer=loraplex_dot_worker_dot_v1_dot_worker__pb2.PrefetchAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=loraplex_dot_worker_dot_v1_dot_worker__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=loraplex_dot_worker_dot_v1_dot_worker__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'PinAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinAdapter,
+                    request_deserializer=loraplex_dot_worker_dot_v1_dot_worker__pb2.PinAdapterRequest.FromString,
+                    response_serializer=loraplex_dot_worker_dot_v1_dot_worker__pb2.PinAdapterResponse.SerializeToString,
             ),
             'WatchStatus': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchStatus,
@@ -154,6 +224,114 @@ class WorkerService:
             '/loraplex.worker.v1.WorkerService/EvaluateAdapter',
             loraplex_dot_worker_dot_v1_dot_worker__pb2.EvaluateAdapterRequest.SerializeToString,
             loraplex_dot_worker_dot_v1_dot_worker__pb2.EvaluateAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/loraplex.worker.v1.WorkerService/LoadAdapter',
+            loraplex_dot_worker_dot_v1_dot_worker__pb2.LoadAdapterRequest.SerializeToString,
+            loraplex_dot_worker_dot_v1_dot_worker__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PrefetchAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/loraplex.worker.v1.WorkerService/PrefetchAdapter',
+            loraplex_dot_worker_dot_v1_dot_worker__pb2.PrefetchAdapterRequest.SerializeToString,
+            loraplex_dot_worker_dot_v1_dot_worker__pb2.PrefetchAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/loraplex.worker.v1.WorkerService/UnloadAdapter',
+            loraplex_dot_worker_dot_v1_dot_worker__pb2.UnloadAdapterRequest.SerializeToString,
+            loraplex_dot_worker_dot_v1_dot_worker__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/loraplex.worker.v1.WorkerService/PinAdapter',
+            loraplex_dot_worker_dot_v1_dot_worker__pb2.PinAdapterRequest.SerializeToString,
+            loraplex_dot_worker_dot_v1_dot_worker__pb2.PinAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,18 @@ class WorkerServiceStub:
     """Measures what quantizing a version cost end to end. The stream is progress* evaluation. One runs at a time, behind
     all clients' requests; another is refused with RESOURCE_EXHAUSTED. Cancelling it frees all it holds within a step.
     """
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.LoadAdapterRequest, _worker_pb2.LoadAdapterResponse]
+    """Brings an adapter to the device and answers when it is there. Asking again for one that is there is answered at once."""
+    PrefetchAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.PrefetchAdapterRequest, _worker_pb2.PrefetchAdapterResponse]
+    """Brings an adapter into the disk cache, and on to the device if asked, without waiting for it."""
+    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.UnloadAdapterRequest, _worker_pb2.UnloadAdapterResponse]
+    """Takes an adapter that nobody uses off the device, and out of the disk cache if asked. One that is in flight or
+    pinned is refused with FAILED_PRECONDITION; one that is not there is not an error.
+    """
+    PinAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.PinAdapterRequest, _worker_pb2.PinAdapterResponse]
+    """Has the worker keep an adapter whatever the demand, or no longer. It is fetched and loaded without waiting for it.
+    Idempotent; forgotten when the epoch changes.
+    """
     WatchStatus: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchStatusRequest, _worker_pb2.WatchStatusResponse]
     """Streams the worker's status: first everything (full = true), then changed fields, at most 10 messages a second,
     and at least one a second. The stream ends when the worker has drained.
@@ -58,6 +70,18 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     EvaluateAdapter: _aio.UnaryStreamMultiCallable[_worker_pb2.EvaluateAdapterRequest, _worker_pb2.EvaluateAdapterResponse]  # type: ignore[assignment]
     """Measures what quantizing a version cost end to end. The stream is progress* evaluation. One runs at a time, behind
     all clients' requests; another is refused with RESOURCE_EXHAUSTED. Cancelling it frees all it holds within a step.
+    """
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.LoadAdapterRequest, _worker_pb2.LoadAdapterResponse]  # type: ignore[assignment]
+    """Brings an adapter to the device and answers when it is there. Asking again for one that is there is answered at once."""
+    PrefetchAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.PrefetchAdapterRequest, _worker_pb2.PrefetchAdapterResponse]  # type: ignore[assignment]
+    """Brings an adapter into the disk cache, and on to the device if asked, without waiting for it."""
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.UnloadAdapterRequest, _worker_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
+    """Takes an adapter that nobody uses off the device, and out of the disk cache if asked. One that is in flight or
+    pinned is refused with FAILED_PRECONDITION; one that is not there is not an error.
+    """
+    PinAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.PinAdapterRequest, _worker_pb2.PinAdapterResponse]  # type: ignore[assignment]
+    """Has the worker keep an adapter whatever the demand, or no longer. It is fetched and loaded without waiting for it.
+    Idempotent; forgotten when the epoch changes.
     """
     WatchStatus: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchStatusRequest, _worker_pb2.WatchStatusResponse]  # type: ignore[assignment]
     """Streams the worker's status: first everything (full = true), then changed fields, at most 10 messages a second,
@@ -85,6 +109,42 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.EvaluateAdapterResponse], _abc.AsyncIterator[_worker_pb2.EvaluateAdapterResponse]]:
         """Measures what quantizing a version cost end to end. The stream is progress* evaluation. One runs at a time, behind
         all clients' requests; another is refused with RESOURCE_EXHAUSTED. Cancelling it frees all it holds within a step.
+        """
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _worker_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.LoadAdapterResponse, _abc.Awaitable[_worker_pb2.LoadAdapterResponse]]:
+        """Brings an adapter to the device and answers when it is there. Asking again for one that is there is answered at once."""
+
+    @_abc_1.abstractmethod
+    def PrefetchAdapter(
+        self,
+        request: _worker_pb2.PrefetchAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.PrefetchAdapterResponse, _abc.Awaitable[_worker_pb2.PrefetchAdapterResponse]]:
+        """Brings an adapter into the disk cache, and on to the device if asked, without waiting for it."""
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _worker_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.UnloadAdapterResponse, _abc.Awaitable[_worker_pb2.UnloadAdapterResponse]]:
+        """Takes an adapter that nobody uses off the device, and out of the disk cache if asked. One that is in flight or
+        pinned is refused with FAILED_PRECONDITION; one that is not there is not an error.
+        """
+
+    @_abc_1.abstractmethod
+    def PinAdapter(
+        self,
+        request: _worker_pb2.PinAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.PinAdapterResponse, _abc.Awaitable[_worker_pb2.PinAdapterResponse]]:
+        """Has the worker keep an adapter whatever the demand, or no longer. It is fetched and loaded without waiting for it.
+        Idempotent; forgotten when the epoch changes.
         """
 
     @_abc_1.abstractmethod
