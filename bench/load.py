@@ -10,6 +10,7 @@ import asyncio
 import json
 import random
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -60,8 +61,10 @@ class Seen:
             "tok_s": round(self.tokens_per_second, 1),
             "ttft_p50_ms": _quantile_ms(self.ttft_s, 0.50),
             "ttft_p99_ms": _quantile_ms(self.ttft_s, 0.99),
+            "ttft_max_ms": round(1e3 * max(self.ttft_s, default=0.0), 1),
             "itl_p50_ms": _quantile_ms(self.gaps_s, 0.50),
             "itl_p99_ms": _quantile_ms(self.gaps_s, 0.99),
+            "itl_max_ms": round(1e3 * max(self.gaps_s, default=0.0), 1),
             "tok_per_delta": round(self.tokens / max(1, self.deltas), 2),
             "errors": len(self.errors),
         }
@@ -142,3 +145,23 @@ async def _request(session: aiohttp.ClientSession, url: str, work: Work, index: 
         seen.errors.append(f"{model}: asked for {work.output_tokens} tokens, got {tokens}")
     seen.tokens += tokens
     seen.deltas += deltas
+
+
+class Seeds:
+    """Seeds that no run of this process has had: the prefix cache would answer prompts that were asked before."""
+
+    def __init__(self, first: int) -> None:
+        self._next = first * 1_000
+
+    def take(self) -> int:
+        """Return the next one."""
+        self._next += 1
+        return self._next
+
+
+def count_errors(what: str, seen: Sequence[Seen]) -> int:
+    """Return how many requests of some runs failed, and print the first few reasons."""
+    errors = [error for one in seen for error in one.errors]
+    if errors:
+        print(f"{what}: {errors[:3]}", file=sys.stderr)
+    return len(errors)

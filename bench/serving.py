@@ -18,13 +18,13 @@ import asyncio
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from bench.cluster import Served, serving
-from bench.load import Seen, Work, run
+from bench.load import Seeds, Work, count_errors, run
 from bench.make_adapters import MODULES, linear_shapes, write_adapter
 from bench.record import record
 from bench.soak import soak
@@ -41,18 +41,6 @@ class Side:
     name: str
     url: str
     work: Callable[[int], Work]
-
-
-class Seeds:
-    """Seeds that no run of this process has had: the prefix cache would answer prompts that were asked before."""
-
-    def __init__(self, first: int) -> None:
-        self._next = first * 1_000
-
-    def take(self) -> int:
-        """Return the next one."""
-        self._next += 1
-        return self._next
 
 
 async def measure_cases(served: Served, args: argparse.Namespace, seeds: Seeds) -> list[Row]:
@@ -72,7 +60,7 @@ async def measure_cases(served: Served, args: argparse.Namespace, seeds: Seeds) 
             median = min(seen, key=lambda one: abs(one.tokens_per_second - statistics.median(rates)))
             base_rate = base_rate or median.tokens_per_second
             row: Row = {"case": case, "concurrency": concurrency, **median.summary()}
-            row["errors"] = _count_errors(f"{case}, c={concurrency}", seen)
+            row["errors"] = count_errors(f"{case}, c={concurrency}", seen)
             row["slowest_tok_s"] = round(min(rates), 1)
             row["of_base"] = round(median.tokens_per_second / base_rate, 3)
             rows.append(row)
@@ -90,7 +78,7 @@ async def compare(ours: Side, other: Side, pairs: int, seeds: Seeds) -> Row:
             # The same prompts for both, but where the second side would find them in the prefix cache.
             seed = shared if ours.url != other.url else seeds.take()
             seen = await run(side.url, side.work(seed))
-            errors += _count_errors(side.name, [seen])
+            errors += count_errors(side.name, [seen])
             rates[side.name].append(seen.tokens_per_second)
     ratios = [one / two for one, two in zip(rates[ours.name], rates[other.name], strict=True)]
     row: Row = {
@@ -142,13 +130,6 @@ async def _warm_up(served: Served, seeds: Seeds) -> None:
     """Ask for every model once, so that all adapters are on the device."""
     models = (served.base, *served.adapters)
     await run(served.url, Work(models, 8, len(models), output_tokens=8, seed=seeds.take()))
-
-
-def _count_errors(what: str, seen: Sequence[Seen]) -> int:
-    errors = [error for one in seen for error in one.errors]
-    if errors:
-        print(f"{what}: {errors[:3]}", file=sys.stderr)
-    return len(errors)
 
 
 def _line(row: Row) -> str:
