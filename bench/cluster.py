@@ -14,6 +14,7 @@ from loraplex.cli.board import LineBoard
 from loraplex.cli.bring_up import bring_up
 from loraplex.cli.cluster import ClusterPlan, running
 from loraplex.cli.ports import claim_ports
+from loraplex.cli.process import Status
 from loraplex.client import AsyncClient
 
 _READY_S: Final = 600.0  # kernels may have to be compiled
@@ -21,10 +22,16 @@ _READY_S: Final = 600.0  # kernels may have to be compiled
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A running cluster: its OpenAI-compatible front, its worker's admin port, and what it serves."""
+    """A running cluster: its OpenAI-compatible front, where its parts are, and what it serves."""
 
     url: str
+    router: str
+    """host:port over gRPC, as are the next two."""
+    registry: str
+    worker: str
     worker_admin: str
+    """Its admin port's URL."""
+    worker_pid: int
     base: str
     adapters: tuple[str, ...]
 
@@ -49,7 +56,25 @@ async def serving(
         worker_options=tuple(worker_options),
     )
     board = LineBoard()
-    async with running(plan, board.update) as cluster, AsyncClient(plan.router, plan.registry) as client:
+    pids: dict[str, int | None] = {}
+
+    def note(status: Status) -> None:
+        pids[status.name] = status.pid
+        board.update(status)
+
+    async with running(plan, note) as cluster, AsyncClient(plan.router, plan.registry) as client:
         await bring_up(plan, cluster, client, base, list(adapters), board.say, timeout_s=_READY_S)
         names = tuple(folder.name for folder in adapters)
-        yield Served(plan.http, plan.admin["worker-0"], base.base_id, names)
+        pid = pids["worker-0"]
+        if pid is None:
+            raise RuntimeError("the worker has ended")
+        yield Served(
+            plan.http,
+            plan.router,
+            plan.registry,
+            plan.workers[0],
+            plan.admin["worker-0"],
+            pid,
+            base.base_id,
+            names,
+        )
