@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from loraplex.errors import CorruptArtifact
 
@@ -19,6 +19,7 @@ LENGTH_BYTES: Final = 8
 _MAX_NAME_LENGTH: Final = 512
 _MAX_DIMENSIONS: Final = 8  # a product of many large sizes would take hours to compute
 _MAX_SIZE: Final = 2**63
+_FIELDS: Final = ("dtype", "shape", "data_offsets")
 _ITEM_BITS: Final = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
@@ -63,9 +64,8 @@ def read_header(file: Path, *, max_header_bytes: int) -> Header:
     data = LENGTH_BYTES + length
     tensors: dict[str, TensorEntry] = {}
     end = 0
-    for name, entry in sorted(header.items(), key=lambda item: _offsets(file, *item)):
-        start, stop = _offsets(file, name, entry)
-        dtype, shape = entry["dtype"], tuple(entry["shape"])
+    checked = [(*_check(file, name, entry), name) for name, entry in header.items()]
+    for start, stop, shape, dtype, name in sorted(checked):
         if start != end or (stop - start) * 8 != math.prod(shape) * _ITEM_BITS[dtype]:
             raise _corrupt(file, f"has a damaged header: the bytes of {name} do not fit its shape and dtype", name)
         if data + stop > size:
@@ -78,13 +78,14 @@ def read_header(file: Path, *, max_header_bytes: int) -> Header:
 
 
 def _parse(file: Path, raw: bytes) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len({key for key, _ in pairs}) != len(pairs):
+    def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        unique = dict(pairs)
+        if len(unique) != len(pairs):
             raise ValueError("a name occurs twice")
-        return dict(pairs)
+        return unique
 
     try:
-        header = json.loads(raw.decode(), object_pairs_hook=unique)
+        header = json.loads(raw.decode(), object_pairs_hook=without_repeats)
     except (ValueError, RecursionError) as error:
         raise _corrupt(file, f"has a damaged header: {error}") from error
     if not isinstance(header, dict):
@@ -92,26 +93,32 @@ def _parse(file: Path, raw: bytes) -> dict[str, Any]:
     return header
 
 
-def _offsets(file: Path, name: str, entry: Any) -> tuple[int, int]:
-    """Return where the tensor's bytes start and stop in the data, having checked its name and entry."""
+def _check(file: Path, name: str, entry: Any) -> tuple[int, int, tuple[int, ...], str]:
+    """Check a tensor's name and entry, and return where its bytes start and stop in the data, its shape and dtype."""
     if len(name) > _MAX_NAME_LENGTH or not (name.isascii() and name.isprintable()):
         raise _corrupt(file, f"has a damaged header: {name[:40]!a}... is no tensor name")
-    well_formed = isinstance(entry, dict) and entry.keys() == {"dtype", "shape", "data_offsets"}
-    well_formed = (
-        well_formed
-        and isinstance(entry["dtype"], str)
-        and entry["dtype"] in _ITEM_BITS
-        and all(
-            isinstance(numbers, list)
-            and len(numbers) <= _MAX_DIMENSIONS
-            and all(type(n) is int and 0 <= n < _MAX_SIZE for n in numbers)
-            for numbers in (entry["shape"], entry["data_offsets"])
-        )
-    )
-    if not well_formed or len(entry["data_offsets"]) != 2 or entry["data_offsets"][0] > entry["data_offsets"][1]:
-        raise _corrupt(file, f"has a damaged header: the entry of {name} is malformed", name)
-    start, stop = entry["data_offsets"]
-    return start, stop
+    if type(entry) is dict and len(entry) == len(_FIELDS):
+        dtype, shape, offsets = [entry.get(field) for field in _FIELDS]
+        if (
+            type(dtype) is str
+            and dtype in _ITEM_BITS
+            and _are_sizes(shape)
+            and _are_sizes(offsets)
+            and len(offsets) == 2
+            and offsets[0] <= offsets[1]
+        ):
+            return offsets[0], offsets[1], tuple(shape), dtype
+    raise _corrupt(file, f"has a damaged header: the entry of {name} is malformed", name)
+
+
+def _are_sizes(numbers: Any) -> TypeGuard[list[int]]:
+    if type(numbers) is not list or len(numbers) > _MAX_DIMENSIONS:
+        return False
+    # Not a generator, as there are thousands of these and adapters are read while others are computed.
+    for number in numbers:  # noqa: SIM110
+        if type(number) is not int or not 0 <= number < _MAX_SIZE:
+            return False
+    return True
 
 
 def _corrupt(file: Path, what: str, tensor: str | None = None) -> CorruptArtifact:
