@@ -127,6 +127,7 @@ class FakeRunner:
 
     def __post_init__(self) -> None:
         self.eos_token_ids = frozenset({self.eos_token})
+        self.loads_begun = threading.Semaphore(0)
         self.sequences: dict[int, _Sequence] = {}
         self.adapters: dict[int, bytes] = {}
         self.contents: list[dict[int, int]] = [{} for _ in range(self.total_blocks)]  # offset -> hash, -1 -> slot
@@ -171,6 +172,7 @@ class FakeRunner:
 
     def prepare_adapter(self, slot: int, path: Path, chunk_ids: tuple[int, ...]) -> AdapterLoad:
         data = path.read_bytes()
+        self.loads_begun.release()
         if data.startswith(b"slow"):
             if self.load_gate is None:
                 time.sleep(0.2)

@@ -23,15 +23,27 @@ from loraplex.credentials import bearer
 from loraplex.manifest import read_manifest
 from loraplex.worker.v1 import worker_pb2
 from loraplex.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
+from worker.adapters.access import AdapterAccess
 from worker.adapters.source import RegistrySource
+from worker.adapters.steering import Steering
 from worker.adapters.store import AdapterStore
+from worker.adapters.versions import Versions
 from worker.admission import Admission
 from worker.engine_client import EngineClient, EnginePatience, EngineState
 from worker.generation import StreamLimits
 from worker.metrics import Metrics, Snapshot
 from worker.service import Parts, ServedBase, WorkerService
 from worker.settings import WorkerSettings
-from worker.status import AdapterStatus, AdapterTable, State, StatusBoard, WorkerStatus, adapter_status, assemble
+from worker.status import (
+    AdapterStatus,
+    AdapterTable,
+    State,
+    StatusBoard,
+    Tier,
+    WorkerStatus,
+    adapter_status,
+    assemble,
+)
 from worker.text.model import TextModel
 
 log = structlog.get_logger(__name__)
@@ -74,8 +86,18 @@ class WorkerApp:
             settings.cache_dir / "artifacts",
             self._source,
             budget_bytes=settings.cache_bytes,
-            on_change=self._file_changed,
+            on_change=self._adapter_changed,
             is_on_device=lambda digest: digest in self._engine.adapters,
+        )
+        versions = Versions()
+        access = AdapterAccess(self._store, versions)
+        self._steering = Steering(
+            self._engine,
+            self._store,
+            access,
+            where=self._where,
+            num_users=self._admission.in_flight,
+            on_change=self._adapter_changed,
         )
         self._activity = Activity()
         self._metrics = Metrics(self._snapshot)
@@ -85,6 +107,9 @@ class WorkerApp:
                 engine=self._engine,
                 admission=self._admission,
                 store=self._store,
+                versions=versions,
+                access=access,
+                steering=self._steering,
                 board=self._board,
                 limits=limits or StreamLimits(stall_timeout_s=settings.stream_stall_s),
                 metrics=self._metrics,
@@ -116,7 +141,7 @@ class WorkerApp:
         log.info("worker.listening", host=settings.host, port=port, worker_id=settings.worker_id)
         self._on_listening(port)
         try:
-            async with self._source, self._store:
+            async with self._source, self._store, self._steering:
                 await self._live(stop)
         finally:
             self._board.end()  # an open status stream would hold the server for the whole grace
@@ -208,13 +233,15 @@ class WorkerApp:
             self._adapters.touch((artifact_digest,))
         self._changed()
 
-    def _file_changed(self, artifact_digest: str) -> None:
+    def _adapter_changed(self, artifact_digest: str) -> None:
         self._adapters.touch((artifact_digest,))
         self._changed()
 
     def _engine_changed(self, artifact_digests: Collection[str]) -> None:
         engine = self._engine
         self._adapters.touch(artifact_digests)
+        if engine.state is not EngineState.READY:
+            self._steering.forget_pins()
         if engine.ready is not None:
             self._admission.engine_ready(engine.ready.max_running_requests)
         if engine.num_frames != self._seen_frames:
@@ -258,7 +285,8 @@ class WorkerApp:
             "kv_blocks_in_use": status.kv_blocks,
             "adapter_chunks": status.adapter_chunks,
             "idle_prefix_blocks": status.prefix_blocks,
-            "adapter_references": in_engine + self._store.num_references,
+            "adapter_references": in_engine + self._store.num_references - self._steering.num_leases,
+            "pinned_adapters": self._steering.num_pinned,
             "waiting_requests": status.waiting_requests,
             "running_requests": status.running_requests,
             **held_by(self._activity),
@@ -280,7 +308,13 @@ class WorkerApp:
             fetching=self._store.is_fetching(artifact_digest),
             in_flight=self._admission.in_flight(artifact_digest),
             held=self._engine.adapters.get(artifact_digest),
+            pinned=self._steering.is_pinned(artifact_digest),
         )
+
+    def _where(self, artifact_digest: str) -> Tier | None:
+        """Tell the tier that holds an adapter, None for none."""
+        status = self._look_up(artifact_digest)
+        return None if status is None or status.tier is Tier.SOURCE else status.tier
 
     def _assemble(self, sequence: int) -> WorkerStatus:
         engine, admission = self._engine, self._admission

@@ -26,12 +26,17 @@ from worker.mailbox import (
     Compared,
     EngineStatus,
     Failure,
+    Load,
     Output,
+    Pin,
     Ready,
     Shutdown,
     StartFailed,
+    Steered,
     Step,
     Submit,
+    Unload,
+    Unpin,
 )
 
 log = structlog.get_logger(__name__)
@@ -72,6 +77,16 @@ class ComparisonOwner(Protocol):
         """Learn that it ended with an error."""
 
 
+class OrderOwner(Protocol):
+    """Who hears that an order was carried out. Called on the event loop, must not block."""
+
+    def on_steered(self, steered: Steered) -> None:
+        """Learn that it is done."""
+
+    def on_failure(self, request_id: int, error: LoraplexError) -> None:
+        """Learn that it will not be done."""
+
+
 @dataclass(frozen=True, slots=True)
 class EnginePatience:
     """How patient the front end is with its engine. Times in seconds."""
@@ -101,6 +116,7 @@ class EngineClient:
         self._on_change = on_change
         self._owners: dict[int, RequestOwner] = {}
         self._comparing: dict[int, ComparisonOwner] = {}
+        self._ordered: dict[int, OrderOwner] = {}
         self._link: EngineLink | None = None
         self._stopping = asyncio.Event()
         self._silence_timer: asyncio.TimerHandle | None = None
@@ -143,7 +159,18 @@ class EngineClient:
         self._comparing[comparison.request_id] = owner
         self._watch_silence()
 
-    def _send(self, message: Submit | Compare) -> None:
+    def order(self, order: Load | Unload | Pin, owner: OrderOwner) -> None:
+        """Give the engine an order; its id is of the same kind as a request's. Raises as `submit`."""
+        self._send(order)
+        self._ordered[order.request_id] = owner
+        self._watch_silence()
+
+    def unpin(self, artifact_digest: str) -> None:
+        """Let an adapter be evicted again; without an engine nothing is pinned."""
+        if self.state is EngineState.READY and self._link is not None:
+            self._link.send(Unpin(artifact_digest))
+
+    def _send(self, message: Submit | Compare | Load | Unload | Pin) -> None:
         if self.state is not EngineState.READY or self._link is None:
             raise self.down_error()
         if self._link.unread_bytes > _MAX_UNREAD_BYTES:
@@ -158,11 +185,12 @@ class EngineClient:
 
     @property
     def num_requests(self) -> int:
-        """Requests and comparisons handed over and not ended."""
-        return len(self._owners) + len(self._comparing)
+        """Requests, comparisons and orders handed over and not ended."""
+        return len(self._owners) + len(self._comparing) + len(self._ordered)
 
-    def _forget(self, request_id: int) -> RequestOwner | ComparisonOwner | None:
-        return self._owners.pop(request_id, None) or self._comparing.pop(request_id, None)
+    def _forget(self, request_id: int) -> RequestOwner | ComparisonOwner | OrderOwner | None:
+        owner = self._owners.pop(request_id, None) or self._comparing.pop(request_id, None)
+        return owner or self._ordered.pop(request_id, None)
 
     def down_error(self) -> EngineDown:
         """Return what a request is told while no engine runs."""
@@ -262,6 +290,10 @@ class EngineClient:
             comparing = self._comparing.pop(compared.request_id, None)
             if comparing is not None:
                 comparing.on_compared(compared)
+        for steered in step.steered:
+            ordered = self._ordered.pop(steered.request_id, None)
+            if ordered is not None:
+                ordered.on_steered(steered)
         for failure in step.failures:
             failed = self._forget(failure.request_id)
             if failed is not None:
@@ -273,8 +305,9 @@ class EngineClient:
             self._silence_timer.cancel()
             self._silence_timer = None
         self.num_lost += not self._stopping.is_set()
-        owners: dict[int, RequestOwner | ComparisonOwner] = {**self._owners, **self._comparing}
-        self._owners, self._comparing = {}, {}
+        owners: dict[int, RequestOwner | ComparisonOwner | OrderOwner]
+        owners = {**self._owners, **self._comparing, **self._ordered}
+        self._owners, self._comparing, self._ordered = {}, {}, {}
         self.status = None
         lost, self.adapters = self.adapters, {}
         self.epoch = secrets.token_hex(8)
@@ -314,6 +347,7 @@ class EngineClient:
 
 
 def _error_of(failure: Failure) -> LoraplexError:
-    error = BY_REASON.get(failure.reason, LoraplexError)(failure.message)
+    retry_after_s = failure.retry_after_s or None
+    error = BY_REASON.get(failure.reason, LoraplexError)(failure.message, retry_after_s=retry_after_s)
     error.metadata = dict(failure.metadata)
     return error

@@ -7,6 +7,7 @@ one engine process. The front end expands `n` choices into `n` requests with dis
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Final
 
 import msgspec
@@ -73,6 +74,45 @@ class Compare(msgspec.Struct, frozen=True, tag=True, array_like=True):
     tenant: str
 
 
+class Urgency(IntEnum):
+    """Why an adapter is wanted on the device without a request: the lower goes first, and all behind requests."""
+
+    ASKED = 0
+    """Somebody waits for it to be there."""
+    PINNED = 1
+    AHEAD = 2
+    """For requests that may come: dropped where there is no room beside what is in use."""
+
+
+class Load(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Bring an adapter to the device; `Steered` or a `Failure` answers. Its id is of the same kind as a Submit's."""
+
+    request_id: int
+    adapter: AdapterFile
+    urgency: Urgency = Urgency.ASKED
+
+
+class Unload(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Take an adapter off the device; answered by `Steered` once it is gone, by a `Failure` where it is in use."""
+
+    request_id: int
+    artifact_digest: str
+
+
+class Pin(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Never evict an adapter of so many bytes, there or not yet; `Steered` or a `Failure` answers. It loads nothing."""
+
+    request_id: int
+    artifact_digest: str
+    artifact_bytes: int
+
+
+class Unpin(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Let an adapter be evicted again; no event answers it, and one that is not pinned is ignored."""
+
+    artifact_digest: str
+
+
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Stop requests and free what they hold within one step; unknown ids are ignored. No event answers it."""
 
@@ -83,7 +123,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Leave the loop and exit 0. A closed mailbox means the same."""
 
 
-ToEngine = Submit | Compare | Abort | Shutdown
+ToEngine = Submit | Compare | Load | Unload | Pin | Unpin | Abort | Shutdown
 
 
 # Engine to front end.
@@ -157,6 +197,14 @@ class Compared(msgspec.Struct, frozen=True, array_like=True):
     """KL(exact || measured) in nats, 0 or more."""
 
 
+class Steered(msgspec.Struct, frozen=True, array_like=True):
+    """A Load, Unload or Pin is done."""
+
+    request_id: int
+    was_on_device: bool
+    """The adapter was on the device when it was asked for."""
+
+
 class Failure(msgspec.Struct, frozen=True, array_like=True):
     """A request that ends with an error of loraplex.errors, by its reason."""
 
@@ -164,6 +212,8 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     reason: str
     message: str
     metadata: dict[str, str] = {}
+    retry_after_s: float = 0.0
+    """When trying again may help; 0 where nobody knows."""
 
 
 class AdapterOnDevice(msgspec.Struct, frozen=True, array_like=True):
@@ -195,6 +245,8 @@ class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
     """Times a running request had to stop and be recomputed, since the start."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache, since the start."""
+    pinned_chunks: int = 0
+    """Chunks of adapters that are pinned, of `adapter_chunks`."""
 
 
 class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -215,6 +267,7 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
     seconds: float = 0.0
     """From the beginning of the schedule to the end of the update; 0 where no step was computed."""
     compared: tuple[Compared, ...] = ()
+    steered: tuple[Steered, ...] = ()
 
 
 FromEngine = Ready | StartFailed | Step

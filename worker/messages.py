@@ -36,8 +36,9 @@ _STATES: Final = {
     State.NOT_SERVING: WorkerState.WORKER_STATE_NOT_SERVING,
     State.DRAINING: WorkerState.WORKER_STATE_DRAINING,
 }
-_TIERS: Final = {
+TIERS: Final = {
     Tier.DEVICE: AdapterTier.ADAPTER_TIER_DEVICE,
+    Tier.HOST: AdapterTier.ADAPTER_TIER_HOST,
     Tier.DISK: AdapterTier.ADAPTER_TIER_DISK,
     Tier.SOURCE: AdapterTier.ADAPTER_TIER_SOURCE,
 }
@@ -107,7 +108,7 @@ def serving_facts(
     facts = ServingFacts(base_digest=base_digest, base_quantization=base_quantization, worker_id=worker_id)
     if digests is not None:
         facts.version_digest, facts.artifact_digest = digests
-        facts.tier_hit = _TIERS[tier_of(timing, fetched=fetched)]
+        facts.tier_hit = TIERS[tier_of(timing, fetched=fetched)]
     for duration, seconds in (
         (facts.queue_time, max(0.0, timing.queue_s - fetch_s)),
         (facts.adapter_load_time, timing.adapter_load_s + fetch_s),
@@ -161,8 +162,9 @@ def status_message(previous: WorkerStatus | None, status: WorkerStatus) -> Watch
 def _residency(adapter: AdapterStatus) -> AdapterResidency:
     return AdapterResidency(
         artifact_digest=adapter.artifact_digest,
-        tier=_TIERS[adapter.tier],
+        tier=TIERS[adapter.tier],
         loading=adapter.loading,
+        pinned=adapter.pinned,
         in_flight=adapter.in_flight,
         artifact_bytes=adapter.artifact_bytes,
     )

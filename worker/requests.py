@@ -48,16 +48,8 @@ def check_request(request: GenerateRequest, *, base_digest: str, vocab_size: int
     for field, value in (("request_id", request.request_id), ("tenant", request.tenant)):
         if len(value) > MAX_ID_CHARS:
             raise InvalidRequest(f"{field} has {len(value)} characters; give at most {MAX_ID_CHARS}", field=field)
-    _check_digest("base_digest", request.base_digest)
-    if request.base_digest != base_digest:
-        raise BaseMismatch(
-            f"the request was resolved against base model {request.base_digest[:12]}, this worker serves "
-            f"{base_digest[:12]}; register the base that the workers serve, or start workers for this one",
-            field="base_digest",
-            expected=base_digest,
-            got=request.base_digest,
-        )
-    adapter = _check_adapter(request.adapter) if request.HasField("adapter") else None
+    check_base(request.base_digest, base_digest)
+    adapter = check_adapter(request.adapter) if request.HasField("adapter") else None
     return CheckedRequest(
         request_id=request.request_id,
         tenant=request.tenant or DEFAULT_TENANT,
@@ -67,14 +59,29 @@ def check_request(request: GenerateRequest, *, base_digest: str, vocab_size: int
     )
 
 
-def _check_digest(field: str, digest: str) -> None:
+def check_base(asked: str, served: str) -> None:
+    """Check the base digest of a request. Raises InvalidRequest or BaseMismatch."""
+    check_digest("base_digest", asked)
+    if asked != served:
+        raise BaseMismatch(
+            f"the request was resolved against base model {asked[:12]}, this worker serves {served[:12]}; register the "
+            "base that the workers serve, or start workers for this one",
+            field="base_digest",
+            expected=served,
+            got=asked,
+        )
+
+
+def check_digest(field: str, digest: str) -> None:
+    """Check the form of a digest. Raises InvalidRequest, naming the field."""
     if not is_digest(digest):
         raise InvalidRequest(f"{field} is no digest; give 64 lower-case hex digits (SHA-256)", field=field)
 
 
-def _check_adapter(adapter: ResolvedAdapter) -> CheckedAdapter:
-    _check_digest("adapter.version_digest", adapter.version_digest)
-    _check_digest("adapter.artifact_digest", adapter.artifact_digest)
+def check_adapter(adapter: ResolvedAdapter) -> CheckedAdapter:
+    """Check the adapter of a request. Raises InvalidRequest or UnsupportedAdapter, naming the field."""
+    check_digest("adapter.version_digest", adapter.version_digest)
+    check_digest("adapter.artifact_digest", adapter.artifact_digest)
     if adapter.format not in FORMATS:
         raise UnsupportedAdapter(
             f"adapter.format is {adapter.format!r}; this worker reads {', '.join(FORMATS)}", field="adapter.format"

@@ -1,4 +1,4 @@
-"""The gRPC face of a worker: Generate, EvaluateAdapter and WatchStatus.
+"""The gRPC face of a worker: Generate, EvaluateAdapter and WatchStatus; the RPCs that steer adapters are beside it.
 
 Wires one RPC through validation, admission, text, adapter and engine, and turns what comes back into messages. Owns no
 state but whether the worker takes requests.
@@ -16,7 +16,7 @@ import structlog
 from grpc import aio
 
 from common import tracing
-from loraplex.errors import ArtifactUnreachable, DeadlineExceeded, Draining, EngineDown, LoraplexError
+from loraplex.errors import DeadlineExceeded, Draining, EngineDown, LoraplexError
 from loraplex.metadata_keys import STATUS_SEQUENCE_KEY
 from loraplex.worker.v1.worker_pb2 import (
     EvaluateAdapterRequest,
@@ -26,12 +26,13 @@ from loraplex.worker.v1.worker_pb2 import (
     WatchStatusRequest,
     WatchStatusResponse,
 )
-from loraplex.worker.v1.worker_pb2_grpc import WorkerServiceServicer
 from worker import mailbox
+from worker.adapter_service import AdapterService
+from worker.adapters.access import AdapterAccess
+from worker.adapters.steering import Steering
 from worker.adapters.store import AdapterStore, Lease
 from worker.adapters.versions import UNREADABLE_FILE, Versions
 from worker.admission import Admission, Ticket
-from worker.deadline import time_to_wait
 from worker.engine_client import EngineClient, EngineState
 from worker.evaluation.evaluator import Evaluator
 from worker.evaluation.requests import check_evaluation
@@ -74,6 +75,9 @@ class Parts:
     engine: EngineClient
     admission: Admission
     store: AdapterStore
+    versions: Versions
+    access: AdapterAccess
+    steering: Steering
     board: StatusBoard
     limits: StreamLimits
     metrics: Metrics
@@ -109,16 +113,16 @@ class _Held:
             self.task.cancel()
 
 
-class WorkerService(WorkerServiceServicer):
+class WorkerService(AdapterService):
     """Serves routers. Takes requests once `open` was called, until `refuse`."""
 
     def __init__(self, parts: Parts) -> None:
+        super().__init__(parts.steering)
         self._parts = parts
         self._base: ServedBase | None = None
         self._refusal: Callable[[], LoraplexError] | None = None
         self._held: set[_Held] = set()
-        self._versions = Versions()
-        self._evaluator = Evaluator(parts.engine, parts.admission, parts.store, self._versions)
+        self._evaluator = Evaluator(parts.engine, parts.admission, parts.store, parts.versions)
 
     def open(self, base: ServedBase) -> None:
         """Serve this base model, whenever the engine is ready."""
@@ -128,6 +132,7 @@ class WorkerService(WorkerServiceServicer):
         """Answer every new request with Draining, and give up an evaluation, which nobody waits for in haste."""
         self._refusal = lambda: Draining("the worker is draining; another worker may take the request")
         self._evaluator.cut(self._refusal())
+        self._parts.steering.stop()
 
     def cut_all(self) -> None:
         """End the streams that are still open, with Draining."""
@@ -192,10 +197,9 @@ class WorkerService(WorkerServiceServicer):
         if adapter is not None:
             asked_s = time.monotonic()
             with tracing.span("adapter.fetch") as span:
-                held.lease = await self._acquire(adapter.artifact_digest, context.time_remaining())
+                held.lease = await parts.access.acquire(adapter, context.time_remaining())
                 span.set_attribute("loraplex.adapter.fetched", held.lease.fetched)
-            fetch_s = time.monotonic() - asked_s if held.lease.fetched else 0.0
-            await self._versions.check(held.lease.file, adapter.version_digest)
+            fetch_s = time.monotonic() - asked_s
 
         lease = held.lease
         seed = secrets.randbits(SEED_BITS) if sampling.seed is None else sampling.seed
@@ -272,19 +276,6 @@ class WorkerService(WorkerServiceServicer):
             yield status_message(previous, status)
             previous = status
 
-    async def _acquire(self, artifact_digest: str, remaining_s: float | None) -> Lease:
-        """Lease an adapter's file, leaving time to say so where it does not come before the caller's deadline."""
-        within_s = None if remaining_s is None else time_to_wait(remaining_s)
-        try:
-            async with asyncio.timeout(within_s):
-                return await self._parts.store.acquire(artifact_digest)
-        except TimeoutError:
-            raise ArtifactUnreachable(
-                f"adapter artifact {artifact_digest[:12]} is not cached here and did not come within the request's "
-                "deadline; try again later",
-                artifact_digest=artifact_digest,
-            ) from None
-
     def _serving(self) -> tuple[ServedBase, mailbox.Ready]:
         """Return what serves. Raises Draining, or EngineDown while nothing does."""
         if self._refusal is not None:
@@ -295,6 +286,10 @@ class WorkerService(WorkerServiceServicer):
         if engine.state is not EngineState.READY or engine.ready is None:
             raise engine.down_error()
         return self._base, engine.ready
+
+    def _served_base(self) -> str:
+        base, _ = self._serving()
+        return base.digest
 
     def _doubt(self, artifact_digest: str, reason: str) -> None:
         if reason in UNREADABLE_FILE:

@@ -31,6 +31,7 @@ class Tier(Enum):
     """Where an adapter is; the fastest tier that holds it whole."""
 
     DEVICE = "device"
+    HOST = "host"
     DISK = "disk"
     SOURCE = "source"
 
@@ -44,6 +45,7 @@ class AdapterStatus:
     loading: bool
     in_flight: int
     artifact_bytes: int
+    pinned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +84,20 @@ _UNKNOWN: Final = EngineStatus(0, 0, 0, 0, 0.0, 0.0)
 
 
 def adapter_status(
-    artifact_digest: str, *, cached_bytes: int | None, fetching: bool, in_flight: int, held: AdapterOnDevice | None
+    artifact_digest: str,
+    *,
+    cached_bytes: int | None,
+    fetching: bool,
+    in_flight: int,
+    held: AdapterOnDevice | None,
+    pinned: bool = False,
 ) -> AdapterStatus | None:
-    """Return where an adapter is, or None if it is neither on the disk nor on the device, on its way or asked for.
+    """Return where an adapter is, or None if it is neither on the disk nor on the device, and nobody wants it.
 
     `cached_bytes` is its size on the disk, None where it is not there; `held` what the engine says of it. One that the
     engine is still loading counts as on the disk.
     """
-    if cached_bytes is None and held is None and not (fetching or in_flight):
+    if cached_bytes is None and held is None and not (fetching or in_flight or pinned):
         return None
     if held is not None and not held.loading:
         tier, loading = Tier.DEVICE, False
@@ -98,7 +106,7 @@ def adapter_status(
     else:
         tier, loading = Tier.SOURCE, fetching
     size = cached_bytes if cached_bytes is not None else held.device_bytes if held is not None else 0
-    return AdapterStatus(artifact_digest, tier, loading, in_flight, size)
+    return AdapterStatus(artifact_digest, tier, loading, in_flight, size, pinned)
 
 
 class AdapterTable:

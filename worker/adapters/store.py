@@ -22,7 +22,7 @@ import structlog
 
 from common.disk import is_full, sync_folder
 from loraplex.digests import is_digest
-from loraplex.errors import LoraplexError, NoSpace
+from loraplex.errors import FailedPrecondition, LoraplexError, NoSpace
 from loraplex.folder_lock import FolderLock
 from worker.adapters.download import Partial, RetryPolicy, disk_error, download
 from worker.adapters.source import ArtifactSource
@@ -159,6 +159,14 @@ class AdapterStore:
         self._cached.move_to_end(artifact_digest)
         file = AdapterFile(artifact_digest, str(self._folder / artifact_digest), entry.size_bytes)
         return Lease(file, fetched, lambda: self._release(artifact_digest))
+
+    def remove(self, artifact_digest: str) -> None:
+        """Delete a file, if it is there. Raises FailedPrecondition while somebody uses it or waits for it."""
+        if self._users[artifact_digest]:
+            raise FailedPrecondition("the adapter's file is in use on this worker; try again later")
+        if artifact_digest in self._cached:
+            self._drop(artifact_digest)
+            self._freed.set()
 
     def distrust(self, artifact_digest: str) -> None:
         """Hash the file anew before its next use: someone found it unreadable."""

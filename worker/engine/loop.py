@@ -26,11 +26,15 @@ from worker.mailbox import (
     Compared,
     EngineStatus,
     Failure,
+    Load,
     Output,
+    Pin,
     Shutdown,
     Step,
     Submit,
     ToEngine,
+    Unload,
+    Unpin,
 )
 
 MAX_FAILED_STEPS: Final = 3
@@ -120,12 +124,17 @@ class EngineLoop:
                 failure = self._scheduler.compare(message)
                 if failure is not None:
                     self._failures.append(failure)
+            case Load() | Unload() | Pin() | Unpin():
+                self._scheduler.order(message)
             case Abort():
                 self._scheduler.abort(message.request_ids)
 
     def _turn(self) -> bool:
         """Do all that can be done without waiting, one step at most; returns whether nothing is left to do."""
         self._take_loads()
+        for slot in self._scheduler.unwanted_loads():
+            if self._loader.cancel(slot):
+                self._scheduler.load_given_up(slot)
         if self._inbox.congested:
             return True
         started = self._clock()
@@ -134,7 +143,9 @@ class EngineLoop:
         for slot in schedule.evicted_slots:
             self._runner.release_adapter(slot)
         for placement in schedule.placements:
-            self._loader.start(placement.slot, Path(placement.file.path), placement.chunk_ids)
+            self._loader.start(placement.slot, Path(placement.file.path), placement.chunk_ids, placement.urgency)
+        for slot in schedule.hurried_slots:
+            self._loader.hurry(slot)
         if schedule.plan is not None:
             self._in_flight.append(_InFlight(schedule.plan, self._start(schedule.plan), started))
             if len(self._in_flight) < self._max_in_flight:
@@ -200,12 +211,13 @@ class EngineLoop:
 
     def _tell(self, outputs: list[Output], *, step_s: float | None = None) -> None:
         """Send one frame after a step, or when something changed without one."""
+        steered, failures = self._scheduler.take_orders_done()
+        self._failures += failures
         status, changes = self._scheduler.status(), self._scheduler.take_adapter_changes()
-        if step_s is None and not (self._failures or changes or status != self._told):
+        if step_s is None and not (self._failures or steered or changes or status != self._told):
             return
-        failures, compared = tuple(self._failures), tuple(self._compared)
-        told = (self._answered_step, tuple(outputs), failures, status, changes.adapters, changes.gone)
-        self._inbox.send(Step(*told, step_s or 0.0, compared))
+        told = (self._answered_step, tuple(outputs), tuple(self._failures), status, changes.adapters, changes.gone)
+        self._inbox.send(Step(*told, step_s or 0.0, tuple(self._compared), tuple(steered)))
         self._failures.clear()
         self._compared.clear()
         self._told = status
