@@ -29,7 +29,7 @@ import aiohttp
 import psutil
 from grpc import StatusCode, aio
 
-from bench.cluster import Served, serving
+from bench.cluster import Served, resolved, serving
 from bench.make_adapters import MODULES, linear_shapes, write_adapter
 from bench.record import record
 from loraplex.cli.base_source import Base, resolve_base
@@ -47,7 +47,8 @@ _CALL_S: Final = 60.0
 _KINDS: Final = {"answer": 10, "leave": 4, "load": 4, "unload": 4, "unload from disk": 1, "prefetch": 2, "pin": 1}
 """Operations and how often each is drawn."""
 _EXPECTED: Final = {
-    "load": {StatusCode.RESOURCE_EXHAUSTED},  # everything is pinned or running
+    # Everything is pinned or running; it was unloaded before it was there.
+    "load": {StatusCode.RESOURCE_EXHAUSTED, StatusCode.FAILED_PRECONDITION},
     "unload": {StatusCode.FAILED_PRECONDITION},  # in use
     "unload from disk": {StatusCode.FAILED_PRECONDITION},
     "pin": {StatusCode.RESOURCE_EXHAUSTED},
@@ -88,17 +89,9 @@ class Churn:
         """Ask every adapter alone, so that what it answers is known. Raises RuntimeError where two answer alike."""
         models = []
         async for adapter in self._client.list_adapters():
-            version = adapter.current
-            resolved = worker_pb2.ResolvedAdapter(
-                version_digest=version.version_digest,
-                artifact_digest=version.artifact_digest,
-                rank=version.rank,
-                format=version.format,
-                artifact_bytes=version.artifact_bytes,
-            )
             prompt = tuple(rng.randrange(1000, 20_000) for _ in range(rng.randrange(8, 40)))
             answer = await self._answer(adapter.name, prompt)
-            models.append(Model(adapter.name, version.base_digest, resolved, prompt, answer))
+            models.append(Model(adapter.name, adapter.current.base_digest, resolved(adapter.current), prompt, answer))
         if len({model.expected for model in models}) != len(models):
             raise RuntimeError("two adapters answer alike, so their answers would prove nothing")
         return models
@@ -243,7 +236,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--base", help="base model folder or hub id; default: the demo base")
     parser.add_argument("--operations", type=int, default=5000)
-    parser.add_argument("--arena-bytes", type=int, default=2**26)
+    parser.add_argument("--arena-bytes", type=int, default=2**27)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--no-record", action="store_true", help="do not write bench/results/")
     args = parser.parse_args()

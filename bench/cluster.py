@@ -16,6 +16,8 @@ from loraplex.cli.cluster import ClusterPlan, running
 from loraplex.cli.ports import claim_ports
 from loraplex.cli.process import Status
 from loraplex.client import AsyncClient
+from loraplex.records import AdapterVersion
+from loraplex.worker.v1 import worker_pb2
 
 _READY_S: Final = 600.0  # kernels may have to be compiled
 
@@ -78,3 +80,14 @@ async def serving(
             base.base_id,
             names,
         )
+
+
+def resolved(version: AdapterVersion) -> worker_pb2.ResolvedAdapter:
+    """Return what a router tells workers of a version."""
+    return worker_pb2.ResolvedAdapter(
+        version_digest=version.version_digest,
+        artifact_digest=version.artifact_digest,
+        rank=version.rank,
+        format=version.format,
+        artifact_bytes=version.artifact_bytes,
+    )

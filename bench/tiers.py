@@ -22,12 +22,17 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Final
 
-from bench.cluster import Served, serving
+from grpc import aio
+
+from bench.cluster import Served, resolved, serving
 from bench.load import Seeds, Seen, Work, count_errors, run
 from bench.make_adapters import MODULES, linear_shapes, write_adapter
 from bench.popularity import draw
 from bench.record import record
 from loraplex.cli.base_source import Base, resolve_base
+from loraplex.client import AsyncClient
+from loraplex.types.v1 import generation_pb2
+from loraplex.worker.v1 import worker_pb2, worker_pb2_grpc
 
 PARTS: Final = ("crowded", "cold", "loads")
 CROWDING: Final = 4
@@ -115,7 +120,7 @@ async def loads(served: Served, args: argparse.Namespace, seeds: Seeds) -> Row:
         for loading in (True, False) if turn % 2 == 0 else (False, True):
             work = Work(steady, _STREAMS, _STREAMS, prompt_words=4, output_tokens=_STREAM_TOKENS, seed=seeds.take())
             ends = asyncio.Event()
-            side = asyncio.create_task(load_steadily(served, others, args.load_rate, ends, seeds)) if loading else None
+            side = asyncio.create_task(load_steadily(served, others, args.load_rate, ends)) if loading else None
             seen = await run(served.url, work)
             ends.set()
             if side is not None:
@@ -148,14 +153,29 @@ async def loads(served: Served, args: argparse.Namespace, seeds: Seeds) -> Row:
     return row
 
 
-async def load_steadily(served: Served, adapters: Sequence[str], rate: float, ends: asyncio.Event, seeds: Seeds) -> int:
-    """Ask for one token of each adapter in turn, so many a second, until `ends`; returns how many were asked."""
+async def load_steadily(served: Served, adapters: Sequence[str], rate: float, ends: asyncio.Event) -> int:
+    """Have the worker load each adapter in turn, so many a second, until `ends`; returns how many it has loaded.
+
+    There is no room for all of them, so none is on the device any more when its turn comes again.
+    """
     count = 0
-    async with asyncio.TaskGroup() as group:
+    async with (
+        AsyncClient(served.router, served.registry) as client,
+        aio.insecure_channel(served.worker) as channel,
+        asyncio.TaskGroup() as group,
+    ):
+        worker: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
+        versions = {entry.name: entry.current async for entry in client.list_adapters()}
+
+        async def load(name: str) -> None:
+            adapter = resolved(versions[name])
+            request = worker_pb2.LoadAdapterRequest(base_digest=versions[name].base_digest, adapter=adapter)
+            answer = await worker.LoadAdapter(request, timeout=60)
+            if answer.tier_hit == generation_pb2.ADAPTER_TIER_DEVICE:
+                raise RuntimeError(f"{name} was on the device already; nothing was measured")
+
         while not ends.is_set():
-            model = adapters[count % len(adapters)]
-            work = Work((model,), 1, 1, prompt_words=1, output_tokens=1, seed=seeds.take())
-            group.create_task(run(served.url, work))
+            group.create_task(load(adapters[count % len(adapters)]))
             count += 1
             try:
                 async with asyncio.timeout(1 / rate):
