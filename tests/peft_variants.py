@@ -204,12 +204,17 @@ def _make_converted(variant: Variant, base_folder: Path, folder: Path) -> None:
     base, config = load_base(base_folder), variant.lora_config()
     if config.init_lora_weights == "corda":
         batches = _batches(1)
-        preprocess_corda(base, config, run_model=lambda: [base(**batch) for batch in batches])
+
+        def run() -> None:
+            for batch in batches:
+                base(**batch)
+
+        preprocess_corda(base, config, run_model=run)
     model = get_peft_model(base, config)
     initial = folder.parent / f"{folder.name}-initial"
-    model.peft_config["default"].init_lora_weights = True
+    method, config.init_lora_weights = config.init_lora_weights, True  # what PEFT asks of the initial adapter
     model.save_pretrained(str(initial))
-    model.peft_config["default"].init_lora_weights = config.init_lora_weights
+    config.init_lora_weights = method
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
