@@ -36,6 +36,10 @@ class RegistrySettings(AdminSettings):
     default_quantization: Literal["none", "int8", "int4"] = Field(
         DEFAULT_QUANTIZATION, description="format of adapters for which no other is asked"
     )
+    base_dirs: str = Field(
+        "",
+        description="FOLDER[,FOLDER...] with weights of base models, for adapters that cannot be packed without: DoRA",
+    )
     artifact_grace_s: Annotated[float, Field(ge=0)] = Field(
         600.0, description="seconds an artifact stays after another has replaced it, for requests on their way to it"
     )
@@ -56,6 +60,14 @@ class RegistrySettings(AdminSettings):
             )
         return key
 
+    @field_validator("base_dirs")
+    @classmethod
+    def _are_folders(cls, folders: str) -> str:
+        for folder in _paths(folders):
+            if not folder.is_dir():
+                raise ValueError(f"{folder} is not a folder")
+        return folders
+
     @field_validator("database_url")
     @classmethod
     def _supported(cls, url: str | None) -> str | None:
@@ -64,8 +76,17 @@ class RegistrySettings(AdminSettings):
         return url
 
     @property
+    def base_folders(self) -> list[Path]:
+        """The folders of `base_dirs`."""
+        return _paths(self.base_dirs)
+
+    @property
     def url(self) -> sa.URL:
         """The database: as told, else SQLite in the state folder."""
         if self.database_url is not None:
             return parse_url(self.database_url)
         return sa.URL.create("sqlite+aiosqlite", database=str(self.state_dir / "registry.sqlite3"))
+
+
+def _paths(folders: str) -> list[Path]:
+    return [Path(folder.strip()).expanduser() for folder in folders.split(",") if folder.strip()]
