@@ -6,12 +6,15 @@ Pure arithmetic over candidates; knows nothing of how they were made.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
-from common.adapter_format.packed import PackedModule, module_tensors, quantized_module
-from common.adapter_format.parts import FORMAT_INT8, FORMAT_NONE, PackedPart, num_groups
+from numpy.typing import NDArray
+
+from common.adapter_format.modules import EMBEDDING, PackedMatrix, PackedModule, quantized_module
+from common.adapter_format.packed import matrix_tensors, module_tensors
+from common.adapter_format.parts import FORMAT_INT4, FORMAT_INT8, FORMAT_NONE, PackedPart, num_groups
 
 INT4_BYTES: Final = 0.3
 """Most that an int4 adapter's bytes may be of its 16-bit bytes."""
@@ -36,8 +39,11 @@ def choose_affordable(modules: Sequence[PackedModule], options: Mapping[int, lis
 
     Counts whole files, or the tensors alone where their many names in the header take the room already (tiny ranks).
     """
-    bytes_16 = sum(2 * m.rank * (m.in_features + m.out_features) for m in modules)
-    names_16 = sum(2 * (len(m.name) + _ENTRY_BYTES) for m in modules)
+    if not options:
+        return {}
+    budgeted = [modules[at] for at in options]
+    bytes_16 = sum(2 * m.rank * (m.in_features + m.out_features) for m in budgeted)
+    names_16 = sum(2 * (len(m.name) + _ENTRY_BYTES) for m in budgeted)
     cheapest = {at: min(some, key=lambda one: (_cost(modules[at], one)[0], one.error)) for at, some in options.items()}
     total = [sum(costs) for costs in zip(*(_cost(modules[at], one) for at, one in cheapest.items()), strict=True)]
     with_names = total[0] + total[1] <= INT4_BYTES * (bytes_16 + names_16)
@@ -73,15 +79,28 @@ def _cost(module: PackedModule, candidate: Candidate) -> tuple[int, int]:
     return sum(array.nbytes for _, _, array in tensors), sum(len(name) + _ENTRY_BYTES for name, _, _ in tensors)
 
 
-def estimated_bytes(modules: Sequence[PackedModule], form: str) -> int:
+def estimated_bytes(modules: Sequence[PackedModule], form: str, matrices: Sequence[PackedMatrix] = ()) -> int:
     """Return about what a packed file of these modules (of format none) takes in `form`, from their shapes alone."""
-    values = sum(m.rank * (m.in_features + m.out_features) for m in modules)
+    as_is = _tensors_bytes(matrix_tensors(matrices))
+    as_is += sum(8 * module.out_features + 2 * (len(module.name) + _ENTRY_BYTES) for module in modules if module.affine)
     if form == FORMAT_NONE:
-        tensors = sum(array.nbytes for module in modules for array in (module.a, module.b))
-        return tensors + sum(2 * (len(module.name) + _ENTRY_BYTES) for module in modules)
-    if form == FORMAT_INT8:
-        names = sum(3 * (len(module.name) + _ENTRY_BYTES) for module in modules)
-        return values + sum(4 * module.rank for module in modules) + names
+        return as_is + sum(_tensors_bytes(module_tensors(replace(module, affine=None))) for module in modules)
+    int8 = [module for module in modules if form == FORMAT_INT8 or module.name == EMBEDDING]
+    int4 = [module for module in modules if form == FORMAT_INT4 and module.name != EMBEDDING]
+    return as_is + _int8_bytes(int8) + _int4_bytes(int4)
+
+
+def _int8_bytes(modules: Sequence[PackedModule]) -> int:
+    names = sum(3 * (len(module.name) + _ENTRY_BYTES) for module in modules)
+    return sum(m.rank * (m.in_features + m.out_features + 4) for m in modules) + names
+
+
+def _int4_bytes(modules: Sequence[PackedModule]) -> int:
+    values = sum(m.rank * (m.in_features + m.out_features) for m in modules)
     names = sum(4 * (len(module.name) + _ENTRY_BYTES) for module in modules)
     scales = sum(2 * m.rank * (num_groups(m.in_features) + num_groups(m.out_features)) for m in modules)
     return max(values // 2 + scales + names, int(INT4_BYTES * 2 * values))
+
+
+def _tensors_bytes(tensors: Iterable[tuple[str, str, NDArray[Any]]]) -> int:
+    return sum(array.nbytes + len(name) + _ENTRY_BYTES for name, _, array in tensors)

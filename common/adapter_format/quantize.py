@@ -3,13 +3,14 @@
 int8: symmetric, one scale per rank row of A and of B transposed, both and alpha/r in one number, never rotated; where
 that loses too much, with rank rows that correct others (see `corrections`).
 int4: per module the best of several bases of its product that costs no more than the adapter may: the factors as they
-are, or turned, or turned with the leading singular components in int8 (see `_candidates`).
+are, or turned, or turned with the leading singular components in int8 (see `_candidates`). A token embedding is int8
+in int4 too. Affines and matrices stay as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -19,7 +20,7 @@ from threadpoolctl import threadpool_limits
 from common.adapter_format.choice import Candidate, choose_affordable
 from common.adapter_format.corrections import INT8_ERROR, Rounded, corrected
 from common.adapter_format.factors import Factors, Floats, gram, mixed, principal, relative_errors
-from common.adapter_format.packed import PackedAdapter, PackedModule
+from common.adapter_format.modules import EMBEDDING, PackedAdapter, PackedModule
 from common.adapter_format.parts import (
     FORMAT_INT4,
     FORMAT_INT8,
@@ -44,7 +45,10 @@ _LEAST_NORMAL: Final = float(np.finfo(np.float32).tiny)
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """A quantized adapter and the relative error of each module's weight, ‖ΔW - ΔŴ‖ / ‖ΔW‖, in the modules' order."""
+    """A quantized adapter and the relative error of each module's weight, ‖ΔW - ΔŴ‖ / ‖ΔW‖, in the modules' order.
+
+    ΔW is what the factors make, before an affine.
+    """
 
     adapter: PackedAdapter
     errors: tuple[float, ...]
@@ -61,22 +65,28 @@ def quantize(adapter: PackedAdapter, form: str) -> Quantized:
     if form == FORMAT_NONE:
         return Quantized(adapter, (0.0,) * len(adapter.modules))
     _check_widths(adapter, form)
+    places = range(len(adapter.modules))
+    as_int8 = [at for at in places if form == FORMAT_INT8 or adapter.modules[at].name == EMBEDDING]
+    as_int4 = [at for at in places if at not in set(as_int8)]
     with threadpool_limits(limits=1, user_api="blas"):  # on matrices this small more threads only wait for each other
-        if form == FORMAT_INT8:
-            chosen = {at: found for stack in _stacks(adapter.modules) for at, found in _int8(stack)}
-        else:
-            options = {at: found for stack in _stacks(adapter.modules) for at, found in _candidates(stack)}
-            chosen = choose_affordable(adapter.modules, options)
-    found = [chosen[at] for at in range(len(adapter.modules))]
-    modules = tuple(one.module(module.name) for one, module in zip(found, adapter.modules, strict=True))
-    packed = PackedAdapter(adapter.version_digest, adapter.base_digest, form, modules)
+        chosen = {at: one for stack in _stacks(adapter.modules, as_int8) for at, one in _int8(stack)}
+        options = {at: found for stack in _stacks(adapter.modules, as_int4) for at, found in _candidates(stack)}
+        chosen |= choose_affordable(adapter.modules, options)
+    found = [chosen[at] for at in places]
+    modules = tuple(
+        replace(one.module(module.name), affine=module.affine and module.affine.served())
+        for one, module in zip(found, adapter.modules, strict=True)
+    )
+    packed = replace(adapter, format=form, modules=modules)
     return Quantized(packed, tuple(one.error for one in found))
 
 
 def _check_widths(adapter: PackedAdapter, form: str) -> None:
     """Raise UnsupportedAdapter, naming the first module whose shape does not allow `form`."""
     for module in adapter.modules:
-        if module.in_features % MULTIPLE or module.out_features % MULTIPLE:
+        # Of an embedding's A whole rank columns are gathered, so that the vocabulary's size does not matter.
+        inner = module.in_features if module.name != EMBEDDING else 0
+        if inner % MULTIPLE or module.out_features % MULTIPLE:
             raise UnsupportedAdapter(
                 f"{module.name} maps {module.in_features} to {module.out_features} features; {form} needs multiples of "
                 f"{MULTIPLE}. Register the adapter with --quantization none",
@@ -95,9 +105,10 @@ class _Stack:
     factors: Factors
 
 
-def _stacks(modules: Sequence[PackedModule]) -> Iterator[_Stack]:
+def _stacks(modules: Sequence[PackedModule], wanted: Sequence[int]) -> Iterator[_Stack]:
     by_shape: dict[tuple[int, int, int], list[int]] = {}
-    for at, module in enumerate(modules):
+    for at in wanted:
+        module = modules[at]
         by_shape.setdefault((module.rank, module.in_features, module.out_features), []).append(at)
     for (rank, inner, out), places in by_shape.items():
         size = max(1, _STACK_VALUES // (rank * (inner + out)))
