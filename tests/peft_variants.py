@@ -239,6 +239,13 @@ def _named(name: str, adapter: str) -> str:
 
 
 @contextmanager
+def quietly_loaded(base_folder: Path) -> Iterator[Any]:
+    """Lend the base in float32 while PEFT's warnings are off."""
+    with _quiet():
+        yield load_base(base_folder)
+
+
+@contextmanager
 def _quiet() -> Iterator[None]:
     """PEFT warns of all that is unusual, which is what is made here."""
     with warnings.catch_warnings():

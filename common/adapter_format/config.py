@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
+from common.adapter_format.config_fields import refuse_unsupported
 from common.adapter_format.patterns import MAX_LENGTH, Pattern, UnsafePattern, compile_pattern, is_plain
 from common.wording import shown
 from loraplex.errors import InvalidAdapter, UnsupportedAdapter
@@ -19,67 +20,10 @@ from loraplex.peft_folder import CONFIG_FILE
 
 _ALL_LINEAR: Final = "all-linear"
 _MAX_RANK: Final = 2**16
+_MAX_NAME: Final = 200
 _MAX_PATTERNS: Final = 4096  # several times the linears of the largest models
 _MIN_ALPHA: Final = 1e-30  # far less is 0 in float32: the base, silently
 _MAX_ALPHA: Final = 1e30
-
-# Used in training, for initialisation, or to find the base; the maths at inference is the same whatever they say.
-_IGNORED: Final = frozenset(
-    {
-        "auto_mapping",
-        "base_model_name_or_path",
-        "corda_config",
-        "eva_config",
-        "inference_mode",
-        "loftq_config",
-        "lora_dropout",
-        "lora_ga_config",
-        "megatron_core",
-        "peft_version",
-        "qalora_group_size",
-        "revision",
-        "runtime_config",
-        "task_type",
-    }
-)
-# Read below.
-_USED: Final = frozenset(
-    {
-        "alpha_pattern",
-        "bias",
-        "exclude_modules",
-        "init_lora_weights",
-        "layers_pattern",
-        "layers_to_transform",
-        "lora_alpha",
-        "peft_type",
-        "r",
-        "rank_pattern",
-        "target_modules",
-        "use_rslora",
-    }
-)
-# Change the maths and are not served.
-_REFUSED: Final = {
-    "alora_invocation_tokens": "activated LoRA",
-    "arrow_config": "Arrow routing",
-    "ensure_weight_tying": "tied adapters",
-    "fan_in_fan_out": "transposed weights",
-    "kasa_config": "KaSA",
-    "layer_replication": "replicated layers",
-    "lora_bias": "a LoRA bias",
-    "megatron_config": "Megatron layers",
-    "modules_to_save": "fully trained modules",
-    "monteclora_config": "Monte Carlo LoRA",
-    "target_parameters": "adapters on bare parameters",
-    "trainable_token_indices": "trained token embeddings",
-    "use_bdlora": "block-diagonal LoRA",
-    "use_dora": "DoRA",
-    "use_qalora": "QALoRA",
-    "velora_config": "VeLoRA",
-}
-# Ways to initialise that leave the base weights as they are.
-_PLAIN_INITS: Final = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +38,25 @@ class LoraConfig:
     layers: frozenset[int] | None
     rank_pattern: tuple[tuple[Pattern, int], ...]
     alpha_pattern: tuple[tuple[Pattern, float], ...]
+    dora: bool
+    bias: bool
+    """Whether lora_B has a bias."""
+    saved: tuple[str, ...]
+    """modules_to_save."""
+    trained_on: str = field(compare=False)
+    """What the config calls its base, for people."""
 
     def targets_module(self, module: str, layer: int | None) -> bool:
         """Tell whether the config puts a LoRA on `module` ("model.layers.0.self_attn.q_proj") of this layer."""
-        if _listed(self.excluded, module):
+        if _listed(self.excluded, module) or self.saves_module(module):
             return False
         if self.targets is None:
             return layer is not None
         return _listed(self.targets, module) and (self.layers is None or layer in self.layers)
+
+    def saves_module(self, module: str) -> bool:
+        """Tell whether the config replaces the whole of `module`; by the end of its name, as PEFT does."""
+        return module.endswith(self.saved)
 
     def rank_of(self, module: str) -> int:
         """Return the rank that the config gives this module."""
@@ -132,10 +87,7 @@ def parse_config(raw: bytes) -> LoraConfig:
             f"{CONFIG_FILE}: peft_type is {shown(fields.get('peft_type'))}; only LORA adapters can be served",
             field="peft_type",
         )
-    _refuse_unsupported(fields)
-    rslora = fields.get("use_rslora", False)
-    if not isinstance(rslora, bool):
-        raise _malformed("use_rslora", rslora, "true or false")
+    refuse_unsupported(fields)
     targets = _targets(fields.get("target_modules"))
     layers = _layers(fields)
     if layers is not None and not isinstance(targets, tuple):
@@ -146,12 +98,16 @@ def parse_config(raw: bytes) -> LoraConfig:
     return LoraConfig(
         rank=_rank("r", fields.get("r", 8)),  # absent fields mean PEFT's defaults
         alpha=_alpha("lora_alpha", fields.get("lora_alpha", 8)),
-        rslora=rslora,
+        rslora=_flag("use_rslora", fields),
         targets=targets,
         excluded=_names("exclude_modules", fields.get("exclude_modules") or []),
         layers=layers,
         rank_pattern=tuple((p, _rank("rank_pattern", v)) for p, v in _patterns("rank_pattern", fields)),
         alpha_pattern=tuple((p, _alpha("alpha_pattern", v)) for p, v in _patterns("alpha_pattern", fields)),
+        dora=_flag("use_dora", fields),
+        bias=_flag("lora_bias", fields),
+        saved=_saved(fields.get("modules_to_save") or []),
+        trained_on=_printable(fields.get("base_model_name_or_path")),
     )
 
 
@@ -163,31 +119,6 @@ def _parse_json(raw: bytes) -> Mapping[str, Any]:
     if not isinstance(fields, dict):
         raise InvalidAdapter(f"{CONFIG_FILE} is not a JSON object", field=CONFIG_FILE)
     return fields
-
-
-def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
-    for name, value in fields.items():
-        if name in _REFUSED and value:
-            raise UnsupportedAdapter(
-                f"{CONFIG_FILE}: {name} is {shown(value)}; {_REFUSED[name]} cannot be served", field=name
-            )
-        if value and name not in _IGNORED | _USED | _REFUSED.keys():
-            raise UnsupportedAdapter(
-                f"{CONFIG_FILE}: the field {shown(name)} is not known and set to {shown(value)}; it may change what "
-                "the adapter computes, so it is refused. Remove it if it does not",
-                field=shown(name).strip('"'),
-            )
-    if fields.get("bias", "none") not in ("none", None):
-        raise UnsupportedAdapter(
-            f"{CONFIG_FILE}: bias is {shown(fields['bias'])}; trained biases cannot be served, only none", field="bias"
-        )
-    init = fields.get("init_lora_weights", True)
-    if not any(init is plain or (isinstance(plain, str) and init == plain) for plain in _PLAIN_INITS):
-        raise UnsupportedAdapter(
-            f"{CONFIG_FILE}: init_lora_weights is {shown(init)}, which changes the base weights it was trained on; "
-            "export it as a plain LoRA with save_pretrained(..., path_initial_model_for_weight_conversion=...)",
-            field="init_lora_weights",
-        )
 
 
 def _targets(value: Any) -> tuple[str, ...] | Pattern | None:
@@ -207,6 +138,23 @@ def _names(field: str, value: Any) -> tuple[str, ...] | Pattern:
     if isinstance(value, list) and all(isinstance(name, str) and name for name in value):
         return tuple(sorted(set(value)))
     raise _malformed(field, value, "a list of names or a regular expression")
+
+
+def _printable(value: Any) -> str:
+    return value[:_MAX_NAME] if isinstance(value, str) and value[:_MAX_NAME].isprintable() else ""
+
+
+def _flag(field: str, fields: Mapping[str, Any]) -> bool:
+    value = fields.get(field) or False
+    if not isinstance(value, bool):
+        raise _malformed(field, value, "true or false")
+    return value
+
+
+def _saved(value: Any) -> tuple[str, ...]:
+    if isinstance(value, list) and len(value) <= _MAX_PATTERNS and all(isinstance(n, str) and n for n in value):
+        return tuple(sorted(set(value)))
+    raise _malformed("modules_to_save", value, "a list of names")
 
 
 def _layers(fields: Mapping[str, Any]) -> frozenset[int] | None:

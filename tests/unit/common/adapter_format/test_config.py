@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import common.adapter_format.config as config_module
+from common.adapter_format import config_fields
 from common.adapter_format.config import parse_config
 from loraplex.errors import InvalidAdapter, UnsupportedAdapter
 from tests.tiny_adapters import adapter_config
@@ -51,18 +51,15 @@ def peft_fields() -> dict[str, object]:
 def test_every_field_of_the_installed_peft_is_known_and_its_default_accepted():
     fields = peft_fields()
     assert {"r", "target_modules", "use_dora", "task_type"} <= fields.keys()
-    assert not fields.keys() - config_module._IGNORED - config_module._USED - config_module._REFUSED.keys()
+    assert not fields.keys() - config_fields.IGNORED - config_fields.USED - config_fields.REFUSED.keys()
     parse_config(json.dumps({**fields, "peft_type": "LORA", "target_modules": ["q_proj"]}).encode())
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("use_dora", True),
         ("bias", "all"),
         ("bias", "lora_only"),
-        ("modules_to_save", ["lm_head"]),
-        ("lora_bias", True),
         ("trainable_token_indices", [1, 2]),
         ("target_parameters", ["mlp.experts"]),
         ("layer_replication", [[0, 2], [1, 2]]),
@@ -78,6 +75,7 @@ def test_every_field_of_the_installed_peft_is_known_and_its_default_accepted():
         ("init_lora_weights", "pissa_niter_4"),
         ("init_lora_weights", "olora"),
         ("init_lora_weights", "corda"),
+        ("init_lora_weights", "lora_ga"),
         ("init_lora_weights", "loftq"),
         ("init_lora_weights", 1),
         ("layers_pattern", "h"),

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.adapter_format.base import read_linears
+from common.adapter_format.packed import pack
 from common.adapter_format.validate import validate
 from loraplex.errors import AdapterMismatch, CorruptArtifact, InvalidAdapter, UnsupportedAdapter
 from loraplex.manifest import read_manifest
@@ -182,12 +183,26 @@ def test_a_shape_mismatch_tells_expected_and_actual(upload):
     ("name", "field"),
     [
         (f"{Q0}.lora_magnitude_vector", "use_dora"),
+        (f"{Q0}.lora_magnitude_vector.weight", "use_dora"),
         (f"{Q0}.lora_B.bias", "lora_bias"),
         ("base_model.model.model.embed_tokens.lora_embedding_A", "target_modules"),
         ("base_model.model.lm_head.lora_A.weight", "target_modules"),
-        ("base_model.model.lm_head.base_layer.weight", "target_modules"),
+        ("base_model.model.lm_head.base_layer.weight", "modules_to_save"),
         ("base_model.model.model.embed_tokens.weight", "modules_to_save"),
+    ],
+)
+def test_tensors_that_the_config_does_not_ask_for_name_the_field(upload, name, field):
+    with pytest.raises(AdapterMismatch) as caught:
+        upload(setting(name, "F32", np.ones(4, np.float32)))
+    assert (caught.value.field, caught.value.metadata["tensor"]) == (field, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
         ("base_model.model.model.layers.0.self_attn.q_proj.bias", "bias"),
+        ("base_model.model.model.norm.modules_to_save.default.weight", "modules_to_save"),
+        ("base_model.model.model.embed_tokens.trainable_tokens_delta", "trainable_token_indices"),
     ],
 )
 def test_tensors_of_what_is_not_served_name_the_field(upload, name, field):
@@ -197,12 +212,39 @@ def test_tensors_of_what_is_not_served_name_the_field(upload, name, field):
 
 
 @pytest.mark.parametrize(
-    "targets", [["q_proj", "up_proj", "lm_head"], ["embed_tokens", "q_proj"], ".*(q_proj|lm_head)"]
+    ("name", "of"),
+    [
+        (f"{Q0}.lora_embedding_A", "layers.0.self_attn.q_proj"),
+        ("base_model.model.model.embed_tokens.lora_A.weight", "embed_tokens"),
+        ("base_model.model.lm_head.lora_embedding_B", "lm_head"),
+    ],
 )
-def test_a_config_that_targets_the_head_or_the_embedding_is_refused(upload, targets):
-    with pytest.raises(UnsupportedAdapter) as caught:
+def test_factors_of_the_wrong_kind_are_refused(upload, name, of):
+    with pytest.raises(AdapterMismatch, match=of) as caught:
+        upload(setting(name, "F32", np.ones((4, 4), np.float32)))
+    assert caught.value.metadata["tensor"] == name
+
+
+@pytest.mark.parametrize(
+    ("targets", "missing"),
+    [
+        (["q_proj", "up_proj", "lm_head"], "base_model.model.lm_head.lora_A.weight"),
+        (["embed_tokens", "q_proj", "up_proj"], "base_model.model.model.embed_tokens.lora_embedding_A"),
+        (".*(q_proj|up_proj|lm_head)", "base_model.model.lm_head.lora_A.weight"),
+    ],
+)
+def test_a_head_or_an_embedding_that_the_config_targets_must_be_there(upload, targets, missing):
+    with pytest.raises(AdapterMismatch) as caught:
         upload(target_modules=targets)
-    assert caught.value.field == "target_modules"
+    assert (caught.value.field, caught.value.metadata["tensor"]) == ("target_modules", missing)
+
+
+def test_what_an_adapter_without_variants_is_known_by_never_changes(tmp_path, base_folder, base):
+    folder = write_adapter(tmp_path, base_folder, rank=4, rslora=True, rank_pattern={"q_proj": 8})
+    adapter = check(folder, base)
+    assert adapter.version_digest == "a2de87724aa1b8bf7704feccf39c2047d60f28d2e5aa77341d30483cbcd9d937"
+    artifact = pack(adapter, tmp_path / "packed")
+    assert artifact == "c943ced3c5a4edf02c1c50c6e3edbc4c02ccfe3ec72ef8564dde096594c2d409"
 
 
 def test_a_name_in_target_modules_that_the_base_lacks_is_harmless(upload):
