@@ -79,6 +79,7 @@ class EngineOptions:
     max_running_requests: int
     max_resident_adapters: int
     max_adapter_bytes: int | None
+    max_vocabulary_bytes: int
     max_prefill_tokens: int | None
     max_adapter_wait_s: float
     mixed_batch_ratio: float
@@ -104,6 +105,7 @@ def parse_options(argv: Sequence[str]) -> EngineOptions:
     parser.add_argument("--max-running-requests", type=_positive, default=64)
     parser.add_argument("--max-resident-adapters", type=_positive, default=32)
     parser.add_argument("--max-adapter-bytes", type=_positive, default=None, help="default: bound by slots and arena")
+    parser.add_argument("--max-vocabulary-bytes", type=_positive, default=2**30, help="adapters' embeddings, heads")
     parser.add_argument("--max-prefill-tokens", type=_positive, default=None, help="default: a step of 0.2 s")
     parser.add_argument("--max-adapter-wait-s", type=float, default=2.0, help="how long one may be overtaken")
     parser.add_argument("--mixed-batch-ratio", type=float, default=1.0, help="share that runs with mixed adapters")
@@ -243,6 +245,7 @@ def _open_model_runner(options: EngineOptions) -> OpenedRunner:
         base_digest=options.base_digest or read_manifest(options.base_dir).digest(),
         threads=options.threads or usable_cores(),
         cuda_graphs=options.cuda_graphs,
+        max_vocabulary_bytes=options.max_vocabulary_bytes,
     )
 
 

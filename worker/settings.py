@@ -54,6 +54,9 @@ class WorkerSettings(AdminSettings):
     max_adapter_bytes: Count | None = Field(
         None, description="bytes of all adapters on the device (default: bound by number and arena)"
     )
+    max_vocabulary_bytes: Count = Field(
+        2**30, description="bytes of adapters' own embeddings and heads, which lie on the device beside the arena"
+    )
     max_adapter_wait_s: Seconds = Field(
         2.0, description="seconds a request that waits for adapter or memory may be overtaken by later ones"
     )
@@ -100,6 +103,7 @@ class WorkerSettings(AdminSettings):
             "max-running-requests": self.max_running_requests,
             "max-resident-adapters": self.max_resident_adapters,
             "max-adapter-bytes": self.max_adapter_bytes,
+            "max-vocabulary-bytes": self.max_vocabulary_bytes,
             "max-adapter-wait-s": self.max_adapter_wait_s,
             "max-prefill-tokens": self.max_prefill_tokens,
             "mixed-batch-ratio": self.mixed_batch_ratio,

@@ -86,7 +86,13 @@ class EngineSession:
     """An engine's loop on a thread of its own, spoken to through its mailbox."""
 
     def __init__(
-        self, runner: ModelRunner, *, max_prefill_tokens: int, max_resident_adapters: int, **limits: Any
+        self,
+        runner: ModelRunner,
+        *,
+        max_prefill_tokens: int,
+        max_resident_adapters: int,
+        max_running_requests: int = 32,
+        **limits: Any,
     ) -> None:
         self._mailbox, theirs = socket.socketpair()
         self._mailbox.settimeout(DEADLINE_S)
@@ -100,7 +106,7 @@ class EngineSession:
             total_blocks=runner.total_blocks,
             chunk_bytes=runner.chunk_bytes,
             adapter_chunk_bytes=runner.adapter_chunk_bytes,
-            max_running_requests=32,
+            max_running_requests=max_running_requests,
             max_prefill_tokens=max_prefill_tokens,
             max_resident_adapters=max_resident_adapters,
             **limits,

@@ -10,13 +10,14 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from common.adapter_format.packed import PackedAdapter, PackedModule, open_packed
+from common.adapter_format.packed import EMBEDDING, HEAD, PackedAdapter, PackedModule, open_packed
 from loraplex.errors import BaseMismatch, CorruptArtifact
 from worker.adapters.record_placement import RecordPlacer
+from worker.adapters.vocabulary import VocabularyMemory
 from worker.kernels.layout import Arena, Site
 from worker.kernels.placing import PlacedModule, Placer, SiteShape
 from worker.kernels.tiles import PlacedAdapter
@@ -52,9 +53,21 @@ class BaseShape:
 class DeviceAdapters:
     """The slot table. `load` may run on any thread; the rest is the engine's."""
 
-    def __init__(self, base: BaseShape, arena: Arena, *, num_slots: int, placement: Placer | None = None) -> None:
-        """`placement` is the backend's; without one tiles are found by records."""
+    def __init__(
+        self,
+        base: BaseShape,
+        arena: Arena,
+        *,
+        num_slots: int,
+        placement: Placer | None = None,
+        vocabulary: VocabularyMemory | None = None,
+    ) -> None:
+        """`placement` is the backend's; without one tiles are found by records.
+
+        Without `vocabulary` the base's embedding and head are nothing that an adapter can change.
+        """
         self._base, self._arena, self._num_slots = base, arena, num_slots
+        self._vocabulary = vocabulary
         self._placement = RecordPlacer(arena) if placement is None else placement
         self._slots: dict[int, PlacedAdapter] = {}
         self._lock = threading.Lock()
@@ -68,7 +81,8 @@ class DeviceAdapters:
         """Bring the packed file at `path` into an empty slot and the first of the arena's chunks `chunk_ids`.
 
         Raises BaseMismatch when it is bound to another base, CorruptArtifact (naming the tensor) when it is damaged,
-        ResourceExhausted when the chunks do not hold it, UnsupportedAdapter when the backend's kernels do not.
+        ResourceExhausted when the chunks, or what is left beside the arena, do not hold it, and UnsupportedAdapter
+        when the backend's kernels do not compute it.
         """
         if not 0 <= slot < self._num_slots:
             raise ValueError(f"slot {slot} lies outside 0..{self._num_slots - 1}")
@@ -77,7 +91,15 @@ class DeviceAdapters:
                 raise ValueError(f"slot {slot} is in use; release it first")
         packed = open_packed(path)
         modules = self._modules(packed, path)
-        adapter = self._placement.place(slot, packed.version_digest, modules, chunk_ids)
+        vocabulary = None if self._vocabulary is None else self._vocabulary.load(packed, path.name)
+        try:
+            adapter = self._placement.place(slot, packed.version_digest, modules, chunk_ids)
+        except BaseException:
+            if self._vocabulary is not None and vocabulary is not None:
+                self._vocabulary.release(vocabulary)
+            raise
+        if vocabulary is not None:
+            adapter = replace(adapter, vocabulary=vocabulary)
         with self._lock:
             self._slots[slot] = adapter
         return adapter
@@ -93,9 +115,11 @@ class DeviceAdapters:
             known = self._slots.pop(slot, None)
         if known is not None:
             self._placement.forget(slot)
+            if self._vocabulary is not None and known.vocabulary is not None:
+                self._vocabulary.release(known.vocabulary)
 
     def _modules(self, packed: PackedAdapter, path: Path) -> list[PlacedModule]:
-        """Find the place of every module. Raises BaseMismatch or CorruptArtifact."""
+        """Find the place of every module in the arena. Raises BaseMismatch or CorruptArtifact."""
         if packed.base_digest != self._base.base_digest:
             raise BaseMismatch(
                 f"the adapter was packed for base {packed.base_digest[:12]}, this worker serves "
@@ -103,14 +127,18 @@ class DeviceAdapters:
                 expected=self._base.base_digest,
                 actual=packed.base_digest,
             )
-        return [self._module(module, path) for module in packed.modules]
+        if packed.matrices and self._vocabulary is None:
+            name = packed.matrices[0].name
+            raise CorruptArtifact(f"{path.name}: {name} cannot be replaced here", file=path.name, tensor=name)
+        outside = () if self._vocabulary is None else (EMBEDDING, HEAD)
+        return [self._module(module, path) for module in packed.modules if module.name not in outside]
 
     def _module(self, module: PackedModule, path: Path) -> PlacedModule:
         layer, name = self._locate(module, path)
         site = next(site for site, names in SITE_MODULES.items() if name in names)
         index = SITE_MODULES[site].index(name)
         out = sum(self._base.module_shapes[before][1] for before in SITE_MODULES[site][:index])
-        return PlacedModule(module.name, layer, site, index, out, module.parts)
+        return PlacedModule(module.name, layer, site, index, out, module.parts, module.affine)
 
     def _locate(self, module: PackedModule, path: Path) -> tuple[int, str]:
         """Return the module's layer and its name in it; raises CorruptArtifact when the base has no such linear."""
@@ -124,6 +152,14 @@ class DeviceAdapters:
         if sizes != {shape}:
             raise CorruptArtifact(
                 f"{path.name}: {module.name} maps {sorted(sizes)} (inputs, outputs); on this base it is {shape}",
+                file=path.name,
+                tensor=module.name,
+            )
+        affine = module.affine
+        if affine is not None and not affine.scale.shape == affine.shift.shape == (shape[1],):
+            raise CorruptArtifact(
+                f"{path.name}: the affine of {module.name} has {affine.scale.shape} scales and {affine.shift.shape} "
+                f"shifts; its linear has {shape[1]} outputs",
                 file=path.name,
                 tensor=module.name,
             )

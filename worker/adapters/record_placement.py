@@ -12,7 +12,16 @@ from numpy.typing import NDArray
 from common.adapter_format.parts import FORMAT_NONE, PackedPart
 from worker.kernels.layout import Arena, Site
 from worker.kernels.placing import PlacedModule
-from worker.kernels.tiles import Format, PlacedAdapter, Tile, max_tile_ranks, place_tiles, usable_chunk_bytes
+from worker.kernels.tiles import (
+    AffineTile,
+    Format,
+    PlacedAdapter,
+    Tile,
+    max_affine_columns,
+    max_tile_ranks,
+    place_tiles,
+    usable_chunk_bytes,
+)
 
 _FORMATS: Final = {"F32": Format.FLOAT32, "BF16": Format.BFLOAT16, "F16": Format.FLOAT16}
 
@@ -52,10 +61,10 @@ class RecordPlacer:
     def forget(self, slot: int) -> None:
         """See Placer."""
 
-    def _tiles(self, module: PlacedModule) -> list[Tile]:
-        """Cut a module into tiles."""
+    def _tiles(self, module: PlacedModule) -> list[Tile | AffineTile]:
+        """Cut a module into tiles, its affine behind the others."""
         place = module.layer * len(Site) + module.site
-        cut: list[Tile] = []
+        cut: list[Tile | AffineTile] = []
         for part in module.parts:
             kind, a, b, scale, b_scale = _rows_of(part)
             inner, outer = part.in_features, part.out_features
@@ -63,6 +72,12 @@ class RecordPlacer:
             for rows in (slice(first, first + ranks) for first in range(0, part.rank, ranks)):
                 b_scale_rows = None if b_scale is None else b_scale[rows]
                 cut.append(Tile(place, kind, module.out, inner, outer, a[rows], b[rows], scale[rows], b_scale_rows))
+        if module.affine is not None:
+            scale, shift = module.affine.scale, module.affine.shift
+            step = max_affine_columns(self._arena.chunk_bytes)
+            for first in range(0, len(scale), step):
+                columns = slice(first, first + step)
+                cut.append(AffineTile(place, module.out + first, scale[columns], shift[columns]))
         return cut
 
 

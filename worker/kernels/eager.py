@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from worker.kernels.layout import BLOCK_TOKENS, Arena, Batch, Rows, Site
 from worker.kernels.linear import Linear
-from worker.kernels.tiles import Field, PlacedAdapter, read_tile
+from worker.kernels.tiles import AFFINE, Field, PlacedAdapter, read_affine, read_tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +131,10 @@ class EagerStep:
         place = layer * len(Site) + site
         for start, end, adapter in self._lora:
             for record in adapter.records[adapter.starts[place] : adapter.starts[place + 1]]:
+                if record[Field.FORMAT] == AFFINE:
+                    out, scale, shift = read_affine(self._arena.memory, record)
+                    y[start:end, out] = (y[start:end, out] * scale + shift).to(y.dtype)  # in float32
+                    continue
                 a, b = (factor.to(y.dtype) for factor in read_tile(self._arena.memory, record))
                 out = slice(int(record[Field.OUT]), int(record[Field.OUT] + record[Field.OUTER]))
                 y[start:end, out].addmm_(x[start:end] @ a.T, b)

@@ -60,7 +60,8 @@ class StepKernels(Protocol):
     def lora_add(self, y: Tensor, x: Tensor, layer: int, site: Site) -> None:
         """Add scale · B (A x) of each row's adapter to y, in place; rows without an adapter are left alone.
 
-        y [T, out], x [T, in].
+        Columns of modules with an affine then become scale · y + shift. y [T, out], what the base's linear gave, its
+        bias included; x [T, in].
         """
         ...
 

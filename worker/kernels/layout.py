@@ -102,3 +102,5 @@ class Batch:
     """[T] where each row's key and value go: block · BLOCK_TOKENS + offset."""
     requests: tuple[Rows, ...]
     pending: PendingTokens | None = None
+    changes_vocabulary: bool = False
+    """Whether an adapter in it has an embedding or a head of its own."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from common.adapter_format.packed import PackedAffine
 from common.adapter_format.parts import PackedPart
 from worker.kernels.layout import Site
 from worker.kernels.tiles import PlacedAdapter
@@ -34,6 +35,7 @@ class PlacedModule:
     out: int
     """First column of the site's output that it writes to."""
     parts: tuple[PackedPart, ...]
+    affine: PackedAffine | None = None
 
 
 class Placer(Protocol):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from worker.kernels.layout import Arena, Batch, Rows, Site
 from worker.kernels.linear import Linear
-from worker.kernels.tiles import Field, read_tile
+from worker.kernels.tiles import AFFINE, Field, read_affine, read_tile
 
 
 class ReferenceBackend:
@@ -107,9 +107,15 @@ class ReferenceKernels:
                 continue
             starts = request.adapter.starts
             for record in request.adapter.records[starts[place] : starts[place + 1]]:
+                rows = range(request.start, request.start + request.count)
+                if record[Field.FORMAT] == AFFINE:
+                    out, scale, shift = read_affine(self._arena.memory, record)
+                    for row in rows:
+                        y[row, out] = (scale * y[row, out].float() + shift).to(y.dtype)
+                    continue
                 a, b = read_tile(self._arena.memory, record)
                 out = slice(int(record[Field.OUT]), int(record[Field.OUT] + record[Field.OUTER]))
-                for row in range(request.start, request.start + request.count):
+                for row in rows:
                     y[row, out] = (y[row, out].float() + (a @ x[row].float()) @ b).to(y.dtype)
 
 

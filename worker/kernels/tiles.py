@@ -3,12 +3,15 @@
 Owns the formats, the records by which kernels find tiles, and the placing of tiles in chunks: each tile on a 64-byte
 bound and never across two chunks, whose ids need not be neighbours. Both factors lie with rank rows outermost, so that
 a CPU's vectors run along them; what a GPU wants instead is in `triton.tiles`.
+
+What a module's output becomes after its LoRA (an affine: DoRA's scales, a LoRA bias) is a tile too, behind the module's
+others; an adapter without any has no such record.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from enum import IntEnum
 from typing import Any, Final
 
@@ -18,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loraplex.errors import ResourceExhausted
+from worker.kernels.vocabulary import VocabularyChange
 
 TILE_RANKS: Final = 16
 INT4_GROUP: Final = 64
@@ -39,6 +43,11 @@ class Format(IntEnum):
     is float16."""
     INT4_WIDE = 5
     """INT4 with float32 scales, for values that float16 does not hold."""
+
+
+AFFINE: Final = len(Format)
+"""In the place of a format: the record is of an affine, y <- scale · y + shift for the OUTER columns from OUT on. A is
+where scale lies, B where shift, both [N] float32; RANKS and INNER are 0."""
 
 
 class Field(IntEnum):
@@ -81,10 +90,34 @@ class Tile:
     """[ranks] float32; of INT4 [ranks, groups of K], `b_scale` then [ranks, groups of N]."""
     b_scale: NDArray[Any] | None = None
 
+    def head(self) -> tuple[int, ...]:
+        """Return a record's fields before Field.A."""
+        return self.format, len(self.a), self.inner, self.outer, self.out
+
     def pieces(self) -> tuple[NDArray[Any], ...]:
         """Return what gets a place of its own, in the order of the fields from Field.A on."""
         own = (self.a, self.b, self.scale)
         return own if self.b_scale is None else (*own, self.b_scale)
+
+
+@dataclass(frozen=True, slots=True)
+class AffineTile:
+    """What some columns of a site's output become after all tiles of their module: y <- scale · y + shift."""
+
+    place: int
+    out: int
+    """First of the columns."""
+    scale: NDArray[np.float32]
+    shift: NDArray[np.float32]
+    """Both [N]."""
+
+    def head(self) -> tuple[int, ...]:
+        """See Tile."""
+        return AFFINE, 0, 0, len(self.scale), self.out
+
+    def pieces(self) -> tuple[NDArray[Any], ...]:
+        """See Tile."""
+        return self.scale, self.shift
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,7 +130,11 @@ class PlacedAdapter:
     starts: NDArray[np.int64]
     """[places + 1]: the first record of each place (layer · 4 + site)."""
     device_bytes: int
+    """Of what lies in the arena."""
     chunks_used: int
+    _: KW_ONLY
+    vocabulary: VocabularyChange | None = None
+    """What lies beside the arena, if anything does."""
 
 
 def usable_chunk_bytes(chunk_bytes: int) -> int:
@@ -110,19 +147,29 @@ def max_tile_ranks(row_bytes: int, chunk_bytes: int) -> int:
     return max(1, min(TILE_RANKS, chunk_bytes // _PIECES_PER_CHUNK // max(row_bytes, 1)))
 
 
+def max_affine_columns(chunk_bytes: int) -> int:
+    """Return how many columns one affine may have, a multiple of 16: few enough that its pieces fill chunks up."""
+    return max(16, chunk_bytes // _PIECES_PER_CHUNK // 64 * 16)
+
+
 def place_tiles(
-    tiles: Sequence[Tile], *, version_digest: str, num_places: int, chunk_bytes: int, chunk_ids: Sequence[int]
+    tiles: Sequence[Tile | AffineTile],
+    *,
+    version_digest: str,
+    num_places: int,
+    chunk_bytes: int,
+    chunk_ids: Sequence[int],
 ) -> tuple[PlacedAdapter, list[tuple[int, NDArray[Any]]]]:
     """Give every piece a place in the chunks, the largest first; a chunk is opened when no earlier one has room.
 
-    Returns the adapter and what is to be copied: (byte offset in the arena, array). Raises ResourceExhausted when the
-    chunks do not hold it.
+    A module's affines come behind its tiles. Returns the adapter and what is to be copied: (byte offset in the arena,
+    array). Raises ResourceExhausted when the chunks do not hold it.
     """
     tiles = sorted(tiles, key=lambda tile: tile.place)
     records = np.zeros((len(tiles), len(Field)), dtype=np.int64)
     waiting: list[tuple[int, int, int, NDArray[Any]]] = []
     for index, tile in enumerate(tiles):
-        records[index, : Field.A] = (tile.format, len(tile.a), tile.inner, tile.outer, tile.out)
+        records[index, : Field.A] = tile.head()
         for field, piece in enumerate(tile.pieces(), Field.A):
             size = -(-piece.nbytes // _ALIGNMENT) * _ALIGNMENT
             waiting.append((size, index, field, piece))
@@ -171,6 +218,15 @@ def read_tile(memory: Tensor, record: NDArray[np.int64]) -> tuple[Tensor, Tensor
     return read(Field.A, inner, stored).float() * read(Field.SCALE, 1, torch.float32), read(
         Field.B, outer, stored
     ).float()
+
+
+def read_affine(memory: Tensor, record: NDArray[np.int64]) -> tuple[slice, Tensor, Tensor]:
+    """Return the columns of an affine's record, and scale and shift [N] float32."""
+    first, count = int(record[Field.OUT]), int(record[Field.OUTER])
+    scale, shift = (
+        memory[int(record[field]) : int(record[field]) + 4 * count].view(torch.float32) for field in (Field.A, Field.B)
+    )
+    return slice(first, first + count), scale, shift
 
 
 def _nibbles(packed: Tensor) -> Tensor:

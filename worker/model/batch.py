@@ -64,6 +64,7 @@ def build_step(
             blocks * BLOCK_TOKENS + positions % BLOCK_TOKENS,
             tuple(requests),
             _pending(sequences, last_row, before),
+            any(adapter.vocabulary is not None for adapter in adapters.values()),
         ),
         sampled,
         np.array([last_row[sequence.request_id] for sequence in sampled], dtype=np.int64),

@@ -15,6 +15,7 @@ from worker.kernels.layout import Batch, Site
 from worker.model.config import ModelConfig
 from worker.model.device import send
 from worker.model.scores import Scores
+from worker.model.vocabulary import VocabularyStep
 from worker.model.weights import LayerWeights, ModelWeights
 
 
@@ -35,17 +36,18 @@ class Decoder:
         if batch.pending is not None:
             batch.pending.fill(token_ids)
         every = np.array_equal(rows, np.arange(len(batch.token_ids)))
-        replaying = step if every and isinstance(step, Replaying) else None
+        changes = VocabularyStep(step, batch) if batch.changes_vocabulary else None
+        replaying = step if every and changes is None and isinstance(step, Replaying) else None
         if replaying is not None and (known := replaying.replay(token_ids)) is not None:
             return Scores(*known)
-        hidden = self._hidden(step, token_ids)
+        hidden = self._hidden(step, token_ids, changes)
         if not len(rows):
             step.finish()
             return None
         if not every:
             step.finish()
             hidden = hidden[send(rows, device)]
-        logits = self._head(step, hidden)
+        logits = self._head(step, hidden) if changes is None else self._changed_head(step, hidden, changes, rows)
         largest = step.largest(logits)
         step.finish()
         scores = Scores(logits.float(), *largest)
@@ -65,10 +67,17 @@ class Decoder:
     def _head(self, step: StepKernels, hidden: Tensor) -> Tensor:
         return step.linear(self._weights.lm_head, step.rms_norm(hidden, self._weights.norm, self._eps))
 
-    def _hidden(self, step: StepKernels, token_ids: Tensor) -> Tensor:
+    def _changed_head(
+        self, step: StepKernels, hidden: Tensor, changes: VocabularyStep, rows: NDArray[np.int64]
+    ) -> Tensor:
+        return changes.logits(self._weights.lm_head, step.rms_norm(hidden, self._weights.norm, self._eps), rows)
+
+    def _hidden(self, step: StepKernels, token_ids: Tensor, changes: VocabularyStep | None = None) -> Tensor:
         """Run all layers; returns [T, hidden] before the last norm."""
         layers = self._weights.layers
         residual = step.embed(self._weights.embedding, token_ids).to(self._weights.norm.dtype)
+        if changes is not None:
+            changes.embed(residual, token_ids)
         x = step.rms_norm(residual, layers[0].input_norm, self._eps)
         for index, layer in enumerate(layers):
             delta = self._attention(step, x, layer, index)

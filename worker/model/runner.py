@@ -16,6 +16,7 @@ import structlog
 import torch
 
 from worker.adapters.device import BaseShape, DeviceAdapters
+from worker.adapters.vocabulary import DEFAULT_BYTES, VocabularyMemory, VocabularyShape
 from worker.engine.plan import (
     BASE_SLOT,
     AdapterLoad,
@@ -124,6 +125,7 @@ class ModelRunner:
         base_quantization: str = "none",
         threads: int = 1,
         cuda_graphs: bool = True,
+        max_vocabulary_bytes: int = DEFAULT_BYTES,
         backend: Backend | None = None,
     ) -> ModelRunner:
         """Load the Hugging Face folder `base_dir` and take the arena's memory.
@@ -162,6 +164,13 @@ class ModelRunner:
         kernels = backend.bind(arena, cos, sin)
         own = kernels if isinstance(kernels, DeviceKernels) else None
         placement = own.placement(base.sites(), num_slots=max_resident_adapters) if own else None
+        vocabulary = VocabularyMemory(
+            VocabularyShape(config.vocab_size, config.hidden_size),
+            backend.pack,
+            device=torch_device,
+            dtype=torch_dtype,
+            limit_bytes=max_vocabulary_bytes,
+        )
         log.info(
             "model.opened",
             family=config.family,
@@ -177,7 +186,7 @@ class ModelRunner:
             Decoder(config, weights, kernels),
             Sampler(eos_token_ids, kernels if isinstance(kernels, Drawing) else None),
             arena,
-            DeviceAdapters(base, arena, num_slots=max_resident_adapters, placement=placement),
+            DeviceAdapters(base, arena, num_slots=max_resident_adapters, placement=placement, vocabulary=vocabulary),
             own,
             device=torch_device,
             dtype=dtype_name,
@@ -261,7 +270,8 @@ class ModelRunner:
     ) -> tuple[tuple[SequenceStep, ...], Scores | None]:
         """Return the sequences that choose a token and their scores, None when there are none."""
         step = build_step(sequences, self._adapters.get, before)
-        if self._graphs is not None and len(step.sampled) == len(step.batch.token_ids):
+        in_graphs = len(step.sampled) == len(step.batch.token_ids) and not step.batch.changes_vocabulary
+        if self._graphs is not None and in_graphs:
             logits = self._graphs.logits(step.batch)
             if logits is not None:
                 return step.sampled, Scores.of(logits)

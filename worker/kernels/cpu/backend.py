@@ -106,7 +106,9 @@ class CpuStep:
         self._num_lora_items = len(lora_items)
         # Steps of prompts and of answers differ in what they do at their end.
         answers = len(batch.requests) == len(batch.positions)
-        self._recorder = Recorder(kernels.tapes, (len(batch.positions), bool(adapters), answers))
+        kind = (len(batch.positions), bool(adapters), answers)
+        # And those with embeddings or heads of adapters come in parts that are others every time.
+        self._recorder = Recorder(kernels.tapes, (*kind, True) if batch.changes_vocabulary else kind)
 
     def embed(self, embedding: Linear, token_ids: Tensor) -> Tensor:
         """See StepKernels."""

@@ -16,7 +16,7 @@ from worker.kernels.cpu.numbers import widen
 from worker.kernels.cpu.products import BFLOAT16, FLOAT32, INT8, add_scaled, dots
 from worker.kernels.cpu.unpacking import unpack_halves, unpack_nibbles
 from worker.kernels.cpu.vectors import EXACT, stack_floats
-from worker.kernels.tiles import INT4_GROUP, TILE_RANKS, Field, Format
+from worker.kernels.tiles import AFFINE, INT4_GROUP, TILE_RANKS, Field, Format
 
 LORA_ROWS_AT_ONCE: Final = 6
 """Rows of one adapter that a task computes with one pass over its factors."""
@@ -87,6 +87,18 @@ def _multiply(h: int, rows: int, scale: int, ranks: int) -> None:
 
 
 @njit(**EXACT)
+def _affine(record: Any, arena: int, rows: int, y: int, y_stride: int) -> None:
+    """Compute y <- scale · y + shift for a record's columns of some rows; elementwise, so as alone in any form."""
+    columns = record[_OUTER]
+    scale = carray(address(arena + record[_A]), (columns,), np.float32)
+    shift = carray(address(arena + record[_B]), (columns,), np.float32)
+    for r in range(rows):
+        out = carray(address(y + r * y_stride + 4 * record[_OUT]), (columns,), np.float32)
+        for n in range(columns):
+            out[n] = scale[n] * out[n] + shift[n]
+
+
+@njit(**EXACT)
 def lora_add(
     x: int,
     x_stride: int,
@@ -99,7 +111,7 @@ def lora_add(
     y_stride: int,
     task: int,
 ) -> None:
-    """Add scale · B (A x) of an item's adapter at one site of one layer to its rows of y, in place.
+    """Add scale · B (A x) of an item's adapter at one site of one layer to its rows of y, in place, then its affines.
 
     x [T, K], y [T, N] addresses of float32, strides in bytes; arena its address; records [n, 9] int64 (`Field`); starts
     [G, layers · 4 + 1] int64, the first record of each place (layer · 4 + site) of the adapters in the batch; items
@@ -109,4 +121,7 @@ def lora_add(
     last = starts[group, starts.shape[1] - 1] - 1
     for index in range(starts[group, place], starts[group, place + 1]):
         ahead = arena + records[min(index + 1, last), _A]  # the next site's when this one's have been computed
-        _tile(records[index], arena, x + first * x_stride, x_stride, rows, y + first * y_stride, y_stride, ahead)
+        if records[index, _FORMAT] == AFFINE:
+            _affine(records[index], arena, rows, y + first * y_stride, y_stride)
+        else:
+            _tile(records[index], arena, x + first * x_stride, x_stride, rows, y + first * y_stride, y_stride, ahead)

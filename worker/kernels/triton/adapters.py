@@ -73,6 +73,12 @@ class TablePlacer:
     def _image(self, modules: Sequence[PlacedModule]) -> AdapterImage:
         tiles: dict[tuple[int, int], list[tuple[RankTile, ...]]] = {}
         for module in modules:
+            if module.affine is not None:
+                raise UnsupportedAdapter(
+                    f"{module.name} has DoRA scales or a bias, which workers on GPUs do not compute; serve it with "
+                    "workers on CPUs",
+                    field="use_dora",
+                )
             if sum(part.rank for part in module.parts) > MAX_RANK:
                 raise UnsupportedAdapter(
                     f"{module.name} has a rank above {MAX_RANK}, the largest that workers on GPUs compute; register it "

@@ -9,14 +9,16 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from common.adapter_format.packed import PackedAdapter, PackedModule, open_packed, pack
+from common.adapter_format.packed import PackedAdapter, PackedAffine, PackedModule, open_packed, pack
 from common.adapter_format.parts import dequantize
 from common.adapter_format.quantize import quantize
 from loraplex.errors import CorruptArtifact, ResourceExhausted
 from tests.unit.worker.model.tiny import BASE_DIGEST, random_adapter
+from worker.adapters import device
 from worker.adapters.device import BaseShape, DeviceAdapters
+from worker.kernels import tiles
 from worker.kernels.layout import Arena, AttentionShape, Site
-from worker.kernels.tiles import Field, PlacedAdapter, read_tile, usable_chunk_bytes
+from worker.kernels.tiles import AFFINE, Field, PlacedAdapter, read_affine, read_tile, usable_chunk_bytes
 from worker.model.config import ModelConfig, parse_config
 
 RAW_CONFIG = {
@@ -120,6 +122,47 @@ def test_bytes_are_those_of_the_factors_and_a_slot_is_emptied_alone(tmp_path: Pa
     with pytest.raises(KeyError):
         adapters.get(0)
     assert adapters.get(1) is second
+
+
+def test_an_affine_lies_behind_its_modules_tiles_and_is_cut_where_chunks_are_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(3)
+    modules = []
+    for name in ("gate_proj", "up_proj"):
+        a, b = rng.normal(size=(2, 16)).astype(np.float32), rng.normal(size=(24, 2)).astype(np.float32)
+        scale, shift = (rng.normal(size=24).astype(np.float32) for _ in range(2))
+        affine = PackedAffine(scale, shift) if name == "up_proj" else None
+        modules.append(PackedModule(f"layers.1.mlp.{name}", 2, 1.0, "F32", a, b, (), affine))
+    pack(PackedAdapter("v" * 64, BASE_DIGEST, "none", tuple(modules)), tmp_path / "a")
+    for pieces, cuts, units in ((8, [24], 6 + 6 + 4), (48, [16, 8], 8 + 8 + 4)):  # the latter cuts ranks as well
+        monkeypatch.setattr(tiles, "_PIECES_PER_CHUNK", pieces)
+        adapters = slots()
+        placed = adapters.load(0, tmp_path / "a", CHUNKS)
+        here = records(adapters, 0, 1, Site.GATE_UP)
+        kinds = [int(record[Field.FORMAT]) for record in here]
+        assert kinds == sorted(kinds)
+        assert {int(record[Field.OUT]) for record in here if record[Field.FORMAT] != AFFINE} == {0, 24}
+        affines = [read_affine(adapters._arena.memory, record) for record in here[-len(cuts) :]]
+        assert [columns.stop - columns.start for columns, _, _ in affines] == cuts
+        assert affines[0][0].start == 24
+        affine = modules[1].affine
+        assert affine is not None
+        assert np.array_equal(torch.cat([scale for _, scale, _ in affines]), affine.scale)
+        assert np.array_equal(torch.cat([shift for _, _, shift in affines]), affine.shift)
+        assert placed.device_bytes == 64 * units
+
+
+def test_an_affine_that_is_not_as_long_as_its_linear_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = np.ones(15, np.float32)
+    name = "layers.0.self_attn.q_proj"
+    ones = np.ones((2, 16), np.float32)
+    module = PackedModule(name, 2, 1.0, "F32", ones, ones.T.copy(), (), PackedAffine(short, short))
+    # Readers refuse such a file; this is for one that some other reader let through.
+    monkeypatch.setattr(device, "open_packed", lambda _: PackedAdapter("v" * 64, BASE_DIGEST, "none", (module,)))
+    with pytest.raises(CorruptArtifact) as caught:
+        slots().load(0, tmp_path / "a", CHUNKS)
+    assert caught.value.metadata["tensor"] == name
 
 
 def test_only_the_granted_chunks_are_written(tmp_path: Path) -> None:

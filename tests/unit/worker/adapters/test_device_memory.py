@@ -6,14 +6,21 @@ Tiles of CPUs and of GPUs are laid out differently; both are loaded as a worker 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from common.adapter_format.packed import PackedAdapter, PackedModule, module_tensors, pack, quantized_module
+from common.adapter_format.packed import (
+    PackedAdapter,
+    PackedAffine,
+    PackedModule,
+    module_tensors,
+    pack,
+    quantized_module,
+)
 from common.adapter_format.parts import PackedPart, num_groups
 from worker.adapters.device import BaseShape, DeviceAdapters
 from worker.engine.config import EngineConfig
@@ -69,6 +76,16 @@ def adapter_of(stored: str, rank: int, names: tuple[str, ...]) -> PackedAdapter:
     ]
     form = stored if stored in ("int8", "int4") else "none"
     return PackedAdapter("0" * 64, BASE, form, tuple(sorted(modules, key=lambda one: one.name)))
+
+
+def with_affines(adapter: PackedAdapter) -> PackedAdapter:
+    """As DoRA leaves them: two numbers for each output of every module."""
+
+    def scaled(one: PackedModule) -> PackedModule:
+        ones = np.ones(one.parts[0].out_features, np.float32)
+        return replace(one, affine=PackedAffine(ones, ones))
+
+    return replace(adapter, modules=tuple(map(scaled, adapter.modules)))
 
 
 def num_values_bytes(adapter: PackedAdapter) -> int:
@@ -133,6 +150,16 @@ def test_an_adapter_takes_its_packed_bytes_and_a_chunk_at_most(
         assert taken.tile_bytes <= 1.1 * num_values_bytes(adapter)  # tiles are not padded to full ranks
         if stored != "int4":  # many names, few bytes: of q and v alone the header is a seventh
             assert taken.packed_bytes <= 1.1 * num_values_bytes(adapter)
+
+
+@MODULES
+@pytest.mark.parametrize(("stored", "rank"), [("int8", 1), ("int8", 16), ("int4", 4), ("BF16", 8), ("F32", 16)])
+def test_affines_take_their_bytes_too(stored: str, rank: int, names: tuple[str, ...], tmp_path: Path) -> None:
+    adapter = with_affines(adapter_of(stored, rank, names))
+    taken = load(adapter, torch.bfloat16, tmp_path / "packed", gpu=False)
+    taken.assert_no_more_than_its_file()
+    affines = sum(8 * SHAPES[one.name.split(".", 2)[2]][1] for one in adapter.modules)
+    assert taken.tile_bytes >= affines + num_values_bytes(adapter_of(stored, rank, names))
 
 
 @MODULES
