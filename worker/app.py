@@ -20,6 +20,7 @@ from common.bearer import cluster_guards
 from common.call_interceptor import CallInterceptor
 from common.rpc import Server
 from loraplex.credentials import bearer
+from loraplex.errors import LoraplexError
 from loraplex.manifest import read_manifest
 from loraplex.worker.v1 import worker_pb2
 from loraplex.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
@@ -71,30 +72,36 @@ class WorkerApp:
         self._on_listening = on_listening
         self._draining = False
         self._base_digest = ""
+        self._clock_offset_s = time.time() - time.monotonic()
         self._seen_frames = 0
         self._seen: object = None
         self._health_due = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         patience = engine_patience or EnginePatience(silence_timeout_s=settings.engine_silence_s)
-        self._engine = EngineClient(self._engine_changed, patience)
+        self._engine = EngineClient(self._engine_changed, patience, self._load_failed)
         self._admission = Admission(settings.max_waiting_requests, self._admission_changed)
         self._board = StatusBoard(self._assemble)
         self._adapters = AdapterTable(self._look_up)
-        self._source = RegistrySource(settings.registry, credentials=bearer(settings.cluster_secret))
+        self._source = RegistrySource(
+            settings.registry,
+            credentials=bearer(settings.cluster_secret),
+            on_reachable=self._source_is_back,
+        )
         self._store = AdapterStore(
             settings.cache_dir / "artifacts",
             self._source,
             budget_bytes=settings.cache_bytes,
             on_change=self._adapter_changed,
             is_on_device=lambda digest: digest in self._engine.adapters,
+            on_fetched=self._fetched,
         )
         versions = Versions()
-        access = AdapterAccess(self._store, versions)
+        self._access = AdapterAccess(self._store, versions, self._adapter_changed)
         self._steering = Steering(
             self._engine,
             self._store,
-            access,
+            self._access,
             where=self._where,
             num_users=self._admission.in_flight,
             on_change=self._adapter_changed,
@@ -108,7 +115,7 @@ class WorkerApp:
                 admission=self._admission,
                 store=self._store,
                 versions=versions,
-                access=access,
+                access=self._access,
                 steering=self._steering,
                 board=self._board,
                 limits=limits or StreamLimits(stall_timeout_s=settings.stream_stall_s),
@@ -240,6 +247,10 @@ class WorkerApp:
     def _engine_changed(self, artifact_digests: Collection[str]) -> None:
         engine = self._engine
         self._adapters.touch(artifact_digests)
+        for digest in artifact_digests:
+            held = engine.adapters.get(digest)
+            if held is not None and not held.loading:
+                self._access.loaded(digest)
         if engine.state is not EngineState.READY:
             self._steering.forget_pins()
         if engine.ready is not None:
@@ -254,6 +265,15 @@ class WorkerApp:
             self._seen = seen
             self._health_due.set()
             self._board.changed()
+
+    def _fetched(self, artifact_digest: str, error: LoraplexError | None) -> None:
+        self._access.fetched(artifact_digest, error)
+
+    def _source_is_back(self) -> None:
+        self._access.quarantine.source_is_back()
+
+    def _load_failed(self, artifact_digest: str, error: LoraplexError) -> None:
+        self._steering.load_failed(artifact_digest, error)
 
     # Status.
 
@@ -302,6 +322,7 @@ class WorkerApp:
         )
 
     def _look_up(self, artifact_digest: str) -> AdapterStatus | None:
+        sentence = self._access.quarantine.find(artifact_digest, time.monotonic())
         return adapter_status(
             artifact_digest,
             cached_bytes=self._store.size_bytes(artifact_digest),
@@ -309,6 +330,7 @@ class WorkerApp:
             in_flight=self._admission.in_flight(artifact_digest),
             held=self._engine.adapters.get(artifact_digest),
             pinned=self._steering.is_pinned(artifact_digest),
+            quarantine=None if sentence is None else (sentence.reason, sentence.end_s + self._clock_offset_s),
         )
 
     def _where(self, artifact_digest: str) -> Tier | None:

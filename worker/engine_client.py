@@ -25,6 +25,7 @@ from worker.mailbox import (
     Compare,
     Compared,
     EngineStatus,
+    FailedLoad,
     Failure,
     Load,
     Output,
@@ -108,12 +109,18 @@ class EngineClient:
     """One engine process after the other.
 
     `on_change` hears of every change of state and every frame, with the artifact digests of the adapters that came,
-    left or changed with it.
+    left or changed with it; `on_failed_load` of each load that failed, by its digest.
     """
 
-    def __init__(self, on_change: Callable[[Collection[str]], None], patience: EnginePatience | None = None) -> None:
+    def __init__(
+        self,
+        on_change: Callable[[Collection[str]], None],
+        patience: EnginePatience | None = None,
+        on_failed_load: Callable[[str, LoraplexError], None] = lambda *_: None,
+    ) -> None:
         self._patience = patience or EnginePatience()
         self._on_change = on_change
+        self._on_failed_load = on_failed_load
         self._owners: dict[int, RequestOwner] = {}
         self._comparing: dict[int, ComparisonOwner] = {}
         self._ordered: dict[int, OrderOwner] = {}
@@ -280,6 +287,8 @@ class EngineClient:
         self.adapters.update((adapter.artifact_digest, adapter) for adapter in step.adapters)
         for digest in step.gone:
             self.adapters.pop(digest, None)
+        for failed_load in step.failed_loads:
+            self._on_failed_load(failed_load.artifact_digest, _error_of(failed_load))
         for output in step.outputs:
             owner = self._owners.get(output.request_id)
             if owner is not None:
@@ -346,8 +355,8 @@ class EngineClient:
         self._silence_timer = asyncio.get_running_loop().call_later(left_s, self._check_silence)
 
 
-def _error_of(failure: Failure) -> LoraplexError:
-    retry_after_s = failure.retry_after_s or None
+def _error_of(failure: Failure | FailedLoad) -> LoraplexError:
+    retry_after_s = failure.retry_after_s or None if isinstance(failure, Failure) else None
     error = BY_REASON.get(failure.reason, LoraplexError)(failure.message, retry_after_s=retry_after_s)
     error.metadata = dict(failure.metadata)
     return error

@@ -216,6 +216,15 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     """When trying again may help; 0 where nobody knows."""
 
 
+class FailedLoad(msgspec.Struct, frozen=True, array_like=True):
+    """An adapter that could not be brought to the device, whoever wanted it; reasons are those of a Failure."""
+
+    artifact_digest: str
+    reason: str
+    message: str
+    metadata: dict[str, str] = {}
+
+
 class AdapterOnDevice(msgspec.Struct, frozen=True, array_like=True):
     """An adapter the engine holds or is loading."""
 
@@ -268,6 +277,7 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """From the beginning of the schedule to the end of the update; 0 where no step was computed."""
     compared: tuple[Compared, ...] = ()
     steered: tuple[Steered, ...] = ()
+    failed_loads: tuple[FailedLoad, ...] = ()
 
 
 FromEngine = Ready | StartFailed | Step

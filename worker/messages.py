@@ -160,7 +160,7 @@ def status_message(previous: WorkerStatus | None, status: WorkerStatus) -> Watch
 
 
 def _residency(adapter: AdapterStatus) -> AdapterResidency:
-    return AdapterResidency(
+    residency = AdapterResidency(
         artifact_digest=adapter.artifact_digest,
         tier=TIERS[adapter.tier],
         loading=adapter.loading,
@@ -168,3 +168,7 @@ def _residency(adapter: AdapterStatus) -> AdapterResidency:
         in_flight=adapter.in_flight,
         artifact_bytes=adapter.artifact_bytes,
     )
+    if adapter.quarantine_reason:
+        residency.quarantine_reason = adapter.quarantine_reason
+        residency.quarantine_end_time.FromNanoseconds(int(adapter.quarantine_end_s * 1e9))
+    return residency

@@ -31,7 +31,7 @@ from worker.adapter_service import AdapterService
 from worker.adapters.access import AdapterAccess
 from worker.adapters.steering import Steering
 from worker.adapters.store import AdapterStore, Lease
-from worker.adapters.versions import UNREADABLE_FILE, Versions
+from worker.adapters.versions import Versions
 from worker.admission import Admission, Ticket
 from worker.engine_client import EngineClient, EngineState
 from worker.evaluation.evaluator import Evaluator
@@ -217,8 +217,6 @@ class WorkerService(AdapterService):
 
         choices = [ChoiceText(base.text.vocabulary, sampling.stop, sampling.min_tokens) for _ in range(sampling.n)]
         generation = held.generation = Generation(parts.engine, held.ticket, choices, parts.limits)
-        if adapter is not None:
-            generation.on_failure_reason = lambda reason: self._doubt(adapter.artifact_digest, reason)
         held.observation.prompt(len(prompt))
         with EngineTrace(arrival_s, generation.timing_so_far) as engine:
             generation.submit(make)  # in here: the engine may begin before this thread goes on
@@ -290,10 +288,6 @@ class WorkerService(AdapterService):
     def _served_base(self) -> str:
         base, _ = self._serving()
         return base.digest
-
-    def _doubt(self, artifact_digest: str, reason: str) -> None:
-        if reason in UNREADABLE_FILE:
-            self._parts.store.distrust(artifact_digest)
 
 
 async def _tokenize(checked: CheckedRequest, text: TextModel, *, limit: int) -> tuple[int, ...]:

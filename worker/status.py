@@ -46,6 +46,10 @@ class AdapterStatus:
     in_flight: int
     artifact_bytes: int
     pinned: bool = False
+    quarantine_reason: str = ""
+    """Why requests for it are refused for now; empty where they are not."""
+    quarantine_end_s: float = 0.0
+    """Until when, in seconds since the epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +95,16 @@ def adapter_status(
     in_flight: int,
     held: AdapterOnDevice | None,
     pinned: bool = False,
+    quarantine: tuple[str, float] | None = None,
 ) -> AdapterStatus | None:
     """Return where an adapter is, or None if it is neither on the disk nor on the device, and nobody wants it.
+
+    `quarantine` is why it is refused and until when, in seconds since the epoch.
 
     `cached_bytes` is its size on the disk, None where it is not there; `held` what the engine says of it. One that the
     engine is still loading counts as on the disk.
     """
-    if cached_bytes is None and held is None and not (fetching or in_flight or pinned):
+    if cached_bytes is None and held is None and not (fetching or in_flight or pinned or quarantine):
         return None
     if held is not None and not held.loading:
         tier, loading = Tier.DEVICE, False
@@ -106,7 +113,7 @@ def adapter_status(
     else:
         tier, loading = Tier.SOURCE, fetching
     size = cached_bytes if cached_bytes is not None else held.device_bytes if held is not None else 0
-    return AdapterStatus(artifact_digest, tier, loading, in_flight, size, pinned)
+    return AdapterStatus(artifact_digest, tier, loading, in_flight, size, pinned, *(quarantine or ("", 0.0)))
 
 
 class AdapterTable:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 
 from loraplex.errors import (
     ArtifactNotFound,
+    ArtifactUnreachable,
     BaseMismatch,
     CorruptArtifact,
     DeadlineUnreachable,
@@ -34,6 +37,7 @@ from loraplex.worker.v1.worker_pb2 import (
 )
 from tests.tiny_base import write_tiny_base
 from tests.worker_front import ArtifactServer, Front, running_front, serving_artifacts
+from worker.adapters.quarantine import Stage
 
 NOWHERE = AdapterTier.ADAPTER_TIER_UNSPECIFIED
 DEVICE = AdapterTier.ADAPTER_TIER_DEVICE
@@ -326,3 +330,51 @@ async def test_unload_names_a_bad_digest_and_an_engine_that_is_away(front):
     front.app._engine.state = front.app._engine.state.DOWN
     with pytest.raises(EngineDown):
         await Steer(front).unload("ab" * 32)
+
+
+async def test_an_artifact_that_is_nowhere_is_refused_at_once_until_it_is_tried_again(front, steer, artifacts):
+    blob = b"registered a moment later"
+    digest = hashlib.sha256(blob).hexdigest()
+    first = await front.generate(front.request(artifact=digest))
+    assert isinstance(first.error, ArtifactNotFound)
+    status = await front.status_where(lambda fields: digest in fields["adapters"])
+    assert status["adapters"][digest].quarantine_reason == "ARTIFACT_NOT_FOUND"
+    assert 0 < status["adapters"][digest].quarantine_end_time.ToNanoseconds() / 1e9 - time.time() <= 1
+    again = await front.generate(front.request(artifact=digest))
+    assert isinstance(again.error, ArtifactNotFound)
+    assert again.error.retry_after_s
+    assert artifacts.opened[digest] == 1
+    assert len((await front.generate(front.request(max_tokens=3))).token_ids()) == 3  # others are served
+    artifacts.add(blob)
+    await front.status_where(lambda fields: not fields["adapters"])
+    assert (await front.generate(front.request(artifact=digest, max_tokens=2))).finished
+    assert (await front.status_where(is_at(digest, DEVICE)))["adapters"][digest].quarantine_reason == ""
+
+
+async def test_a_file_that_was_damaged_on_the_disk_is_fetched_again_without_a_quarantine(
+    front, steer, artifacts, tmp_path
+):
+    digest = artifacts.add(b"as it should be")
+    await steer.load(digest)
+    await steer.unload(digest)
+    (tmp_path / "cache" / "artifacts" / digest).write_bytes(b"corrupt on disk")
+    answer = await front.generate(front.request(artifact=digest))
+    assert isinstance(answer.error, CorruptArtifact)
+    await front.status_where(lambda fields: digest not in fields["adapters"])
+    answer = await front.generate(front.request(artifact=digest, max_tokens=2))
+    assert answer.finished.facts.tier_hit == SOURCE
+    assert artifacts.opened[digest] == 2
+
+
+async def test_a_source_that_comes_back_ends_the_quarantines_it_caused(base, tmp_path, artifacts):
+    digest = artifacts.add(b"cached nowhere")
+    async with serving_artifacts(artifacts) as port:
+        pass
+    async with running_front(base, tmp_path / "cache", registry_port=port) as front:
+        front.app._access.quarantine.failed(digest, ArtifactUnreachable("away"), Stage.FETCH, time.monotonic() + 100)
+        refused = await front.generate(front.request(artifact=digest))
+        assert isinstance(refused.error, ArtifactUnreachable)
+        assert refused.error.retry_after_s > 50
+        async with serving_artifacts(artifacts, port):
+            await front.status_where(lambda fields: not fields["adapters"])
+            assert (await front.generate(front.request(artifact=digest, max_tokens=2))).finished

@@ -1,33 +1,48 @@
-"""How whoever needs an adapter comes to its verified file: within a deadline, and of the version it was resolved to."""
+"""How whoever needs an adapter comes to its verified file: within a deadline, of the right version, out of quarantine.
+
+Hears of every fetch and load, so that an adapter that fails is refused at once for a while, and of nobody else.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
+from contextvars import Context
 from typing import Final
 
+import structlog
+
 from loraplex.errors import ArtifactUnreachable, LoraplexError
+from worker.adapters.quarantine import Quarantine, Stage
 from worker.adapters.store import AdapterStore, Lease
-from worker.adapters.versions import Versions
+from worker.adapters.versions import UNREADABLE_FILE, Versions
 from worker.deadline import time_to_wait
 from worker.requests import CheckedAdapter
+
+log = structlog.get_logger(__name__)
 
 UNHURRIED_S: Final = 600.0
 """How long who gives no deadline waits for an adapter."""
 
 
 class AdapterAccess:
-    """Leases of adapters' files."""
+    """Leases of adapters' files. `on_change` hears of an adapter whose quarantine has changed."""
 
-    def __init__(self, store: AdapterStore, versions: Versions) -> None:
+    def __init__(self, store: AdapterStore, versions: Versions, on_change: Callable[[str], None]) -> None:
         self._store = store
         self._versions = versions
+        self._on_change = on_change
+        self.quarantine = Quarantine(on_change)
 
     async def acquire(self, adapter: CheckedAdapter, remaining_s: float | None) -> Lease:
         """Lease an adapter's file, leaving time to say so where it does not come before the caller's deadline.
 
-        Raises what the store does, ArtifactUnreachable at the deadline, and VersionMismatch.
+        Raises at once what an adapter in quarantine failed with; else what the store does, ArtifactUnreachable at the
+        deadline, and VersionMismatch.
         """
         digest = adapter.artifact_digest
+        self.quarantine.check(digest, time.monotonic())
         try:
             async with asyncio.timeout(UNHURRIED_S if remaining_s is None else time_to_wait(remaining_s)):
                 lease = await self._store.acquire(digest)
@@ -43,3 +58,39 @@ class AdapterAccess:
             lease.release()
             raise
         return lease
+
+    # What becomes of adapters.
+
+    def fetched(self, artifact_digest: str, error: LoraplexError | None) -> None:
+        """Note how a fetch ended."""
+        if error is None:
+            self.quarantine.worked(artifact_digest, Stage.FETCH)
+        else:
+            self._failed(artifact_digest, error, Stage.FETCH)
+
+    def loaded(self, artifact_digest: str) -> None:
+        """Note that an adapter is on the device."""
+        self.quarantine.worked(artifact_digest, Stage.LOAD)
+
+    async def load_failed(self, artifact_digest: str, error: LoraplexError) -> None:
+        """Note that an adapter could not be brought to the device.
+
+        Where its file has been damaged since it was verified, that is the disk's fault: it is fetched again then.
+        """
+        if error.reason in UNREADABLE_FILE and not await self._store.recheck(artifact_digest):
+            log.warning("artifact.damaged_on_disk", artifact=artifact_digest[:12], what_now="it is fetched anew")
+            return
+        self._failed(artifact_digest, error, Stage.LOAD)
+
+    def _failed(self, artifact_digest: str, error: LoraplexError, stage: Stage) -> None:
+        pause_s = self.quarantine.failed(artifact_digest, error, stage, time.monotonic())
+        if pause_s is not None:
+            log.warning(
+                "adapter.quarantined",
+                artifact=artifact_digest[:12],
+                stage=stage.value,
+                reason=error.reason,
+                for_s=round(pause_s, 2),
+            )
+            loop = asyncio.get_running_loop()
+            loop.call_later(pause_s, self._on_change, artifact_digest, context=Context())

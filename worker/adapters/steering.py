@@ -25,7 +25,6 @@ from loraplex.errors import (
 )
 from worker.adapters.access import UNHURRIED_S, AdapterAccess
 from worker.adapters.store import AdapterStore
-from worker.adapters.versions import UNREADABLE_FILE
 from worker.deadline import time_to_wait
 from worker.engine_client import EngineClient
 from worker.engine_orders import carry_out
@@ -195,13 +194,12 @@ class Steering:
         if self._engine.epoch != epoch:
             raise self._engine.down_error()
 
+    def load_failed(self, artifact_digest: str, error: LoraplexError) -> None:
+        """Note that the engine could not load an adapter; what that means takes a while to find out."""
+        self._start(self._access.load_failed(artifact_digest, error))
+
     async def _bring(self, file: AdapterFile, urgency: Urgency) -> None:
-        try:
-            await carry_out(self._engine, lambda order_id: Load(order_id, file, urgency))
-        except LoraplexError as error:
-            if error.reason in UNREADABLE_FILE:
-                self._store.distrust(file.artifact_digest)
-            raise
+        await carry_out(self._engine, lambda order_id: Load(order_id, file, urgency))
 
     async def _prefetch(self, adapter: CheckedAdapter, *, to_device: bool) -> None:
         try:

@@ -71,9 +71,9 @@ class Lease:
 class AdapterStore:
     """Owns one cache folder while `async with` lasts.
 
-    `on_change` hears the artifact digest of a file that comes, goes or is on its way. `is_on_device` tells whether an
-    artifact is on the device: such a file is evicted last. Raises FailedPrecondition on entering where another process
-    owns the folder.
+    `on_change` hears the artifact digest of a file that comes, goes or is on its way, `on_fetched` how a fetch ended.
+    `is_on_device` tells whether an artifact is on the device: such a file is evicted last. Raises FailedPrecondition on
+    entering where another process owns the folder.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class AdapterStore:
         budget_bytes: int,
         on_change: Callable[[str], None] = lambda _: None,
         is_on_device: Callable[[str], bool] = lambda _: False,
+        on_fetched: Callable[[str, LoraplexError | None], None] = lambda *_: None,
         retry: RetryPolicy | None = None,
     ) -> None:
         self._folder = folder
@@ -92,6 +93,7 @@ class AdapterStore:
         self._budget_bytes = budget_bytes
         self._on_change = on_change
         self._is_on_device = is_on_device
+        self._on_fetched = on_fetched
         self._retry = retry or RetryPolicy()
         self._cached: OrderedDict[str, _Cached] = OrderedDict()  # least recently used first
         self._fetches: dict[str, _Fetch] = {}
@@ -174,6 +176,18 @@ class AdapterStore:
         if entry is not None:
             entry.verified = False
 
+    async def recheck(self, artifact_digest: str) -> bool:
+        """Hash a file that someone found unreadable; returns whether it is as it should be. One that is not is gone."""
+        entry = self._cached.get(artifact_digest)
+        if entry is None:
+            return False
+        path = self._folder / artifact_digest
+        if await asyncio.to_thread(_is_intact, path, artifact_digest, entry.size_bytes):
+            return True
+        if self._cached.get(artifact_digest) is entry and artifact_digest not in self._fetches:
+            self._drop(artifact_digest)
+        return False
+
     async def _wait_for(self, artifact_digest: str) -> None:
         fetch = self._fetches.get(artifact_digest)
         if fetch is None:
@@ -198,6 +212,7 @@ class AdapterStore:
         error: Exception | None = None
         try:
             await self._bring(artifact_digest, fetch)
+            self._on_fetched(artifact_digest, None)
         except LoraplexError as refused:
             error = refused
         except OSError as broken:
@@ -207,6 +222,8 @@ class AdapterStore:
             error = unexpected
         finally:
             self._forget(artifact_digest, fetch)
+        if isinstance(error, LoraplexError):
+            self._on_fetched(artifact_digest, error)
         if not fetch.done.done():
             if error is None:
                 fetch.done.set_result(None)

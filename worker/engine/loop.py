@@ -25,6 +25,7 @@ from worker.mailbox import (
     Compare,
     Compared,
     EngineStatus,
+    FailedLoad,
     Failure,
     Load,
     Output,
@@ -93,6 +94,7 @@ class EngineLoop:
         self._counted_s = 0.0  # up to here time was a step's, or a wait
         self._answered_step = 0
         self._failures: list[Failure] = []
+        self._failed_loads: list[FailedLoad] = []
         self._compared: list[Compared] = []
         self._told: EngineStatus | None = None
         self._failed_steps = 0
@@ -162,7 +164,10 @@ class EngineLoop:
                 self._scheduler.adapter_loaded(loaded.slot, loaded.outcome, loaded.seconds, self._clock())
             else:
                 log.warning("engine.load_failed", slot=loaded.slot, error=str(loaded.outcome))
-                self._failures += self._scheduler.adapter_failed(loaded.slot, self._describe(loaded.outcome))
+                problem = self._describe(loaded.outcome)
+                digest, failures = self._scheduler.adapter_failed(loaded.slot, problem)
+                self._failures += failures
+                self._failed_loads.append(FailedLoad(digest, *problem))
 
     def _start(self, plan: StepPlan) -> StartedStep:
         try:
@@ -214,10 +219,13 @@ class EngineLoop:
         steered, failures = self._scheduler.take_orders_done()
         self._failures += failures
         status, changes = self._scheduler.status(), self._scheduler.take_adapter_changes()
-        if step_s is None and not (self._failures or steered or changes or status != self._told):
+        heard = self._failures or self._failed_loads or steered or changes
+        if step_s is None and not (heard or status != self._told):
             return
         told = (self._answered_step, tuple(outputs), tuple(self._failures), status, changes.adapters, changes.gone)
-        self._inbox.send(Step(*told, step_s or 0.0, tuple(self._compared), tuple(steered)))
+        more = (tuple(self._compared), tuple(steered), tuple(self._failed_loads))
+        self._inbox.send(Step(*told, step_s or 0.0, *more))
+        self._failed_loads.clear()
         self._failures.clear()
         self._compared.clear()
         self._told = status

@@ -212,8 +212,11 @@ class Scheduler:
                 request.adapter_load_s += now - max(slot.load_started_s, request.arrival_s)
                 request.adapter_ready_s = now - request.arrival_s
 
-    def adapter_failed(self, slot_index: int, problem: refusal.Problem) -> list[Failure]:
-        """Note that a load failed: the slot is free again and all requests that wait for the adapter fail."""
+    def adapter_failed(self, slot_index: int, problem: refusal.Problem) -> tuple[str, list[Failure]]:
+        """Note that a load failed: the slot is free again and all requests that wait for the adapter fail.
+
+        Returns the adapter's digest and the requests' failures.
+        """
         slot = self._memory.failed(slot_index)
         self._orders.failed(slot.file.artifact_digest, problem)
         failures = []
@@ -223,7 +226,7 @@ class Scheduler:
         for request_id in self._comparisons.waiting_for(slot.file.artifact_digest):
             self._comparisons.remove(request_id)
             failures.append(Failure(request_id, *problem))
-        return failures
+        return slot.file.artifact_digest, failures
 
     # Steps.
 

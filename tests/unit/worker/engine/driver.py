@@ -261,7 +261,7 @@ class Driver:
 
     def fail_load(self, slot: int) -> None:
         del self.loading[slot]
-        for failure in self.scheduler.adapter_failed(slot, LOAD_FAILURE):
+        for failure in self.scheduler.adapter_failed(slot, LOAD_FAILURE)[1]:
             self._fail(failure)
         self.hear()
 
