@@ -17,6 +17,7 @@ from loraplex.manifest import BaseManifest
 from loraplex.peft_folder import read_adapter_folder
 from loraplex.records import (
     Adapter,
+    AdapterPin,
     AdapterRegistration,
     ApiKey,
     BaseModel,
@@ -212,6 +213,18 @@ class AsyncClient:
         async for page in _pages(self._registry, ask):
             for message in page.adapters:
                 yield wire.adapter(message)
+
+    async def pin_adapter(self, name: str, replicas: int = 1) -> AdapterPin:
+        """Have so many workers of its base keep an adapter whatever the demand; 0 lets go of it.
+
+        `loraplex.pins.PIN_ON_ALL` is all workers. A new version takes the old one's place. Raises AdapterNotFound, and
+        FailedPrecondition for unpinning what the registry's configuration pins.
+        """
+        request = adapter_pb2.PinAdapterRequest(name=name, pin_replicas=replicas)
+        with self._registry.calls():
+            response = await self._adapters.PinAdapter(request, timeout=self.timeouts.call_s, metadata=self._operator)
+        self._seen(response.revision)
+        return wire.adapter_pin(response)
 
     async def remove_adapter(self, name: str) -> int:
         """Delete an adapter with its versions; return the revision without it. Raises AdapterNotFound."""

@@ -42,6 +42,7 @@ from loraplex.manifest import BaseManifest
 from loraplex.peft_folder import read_adapter_folder
 from loraplex.records import (
     Adapter,
+    AdapterPin,
     AdapterRegistration,
     ApiKey,
     BaseModel,
@@ -250,6 +251,18 @@ class Client:
 
         for page in _pages(self._registry, ask):
             yield from map(wire.adapter, page.adapters)
+
+    def pin_adapter(self, name: str, replicas: int = 1) -> AdapterPin:
+        """Have so many workers of its base keep an adapter whatever the demand; 0 lets go of it.
+
+        `loraplex.pins.PIN_ON_ALL` is all workers. A new version takes the old one's place. Raises AdapterNotFound, and
+        FailedPrecondition for unpinning what the registry's configuration pins.
+        """
+        request = adapter_pb2.PinAdapterRequest(name=name, pin_replicas=replicas)
+        with self._registry.calls():
+            response = self._adapters.PinAdapter(request, timeout=self.timeouts.call_s, metadata=self._operator)
+        self._seen(response.revision)
+        return wire.adapter_pin(response)
 
     def remove_adapter(self, name: str) -> int:
         """Delete an adapter with its versions; return the revision without it. Raises AdapterNotFound."""

@@ -90,6 +90,17 @@ class Adapter:
     reports: tuple[PackingReport, ...] = field(default=(), compare=False)
     evaluations: tuple[Evaluation, ...] = field(default=(), compare=False)
     """Newest first, one per artifact; those of replaced artifacts included."""
+    pin_replicas: int = 0
+    """Workers of its base that keep it whatever the demand; 0: it is not pinned, `loraplex.pins.PIN_ON_ALL`: all do."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPin:
+    """The outcome of pinning or unpinning; `changed` is False where it was so already."""
+
+    adapter: Adapter
+    revision: int
+    changed: bool
 
 
 @dataclass(frozen=True, slots=True)

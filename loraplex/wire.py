@@ -26,6 +26,7 @@ from loraplex.manifest import BaseManifest
 from loraplex.metadata_keys import MIN_REVISION_KEY, REQUEST_ID_KEY, TRACE_KEY
 from loraplex.records import (
     Adapter,
+    AdapterPin,
     AdapterRegistration,
     AdapterVersion,
     ApiKey,
@@ -278,7 +279,13 @@ def adapter(
         update_time=_time(message.update_time),
         reports=tuple(map(packing_report, reports)),
         evaluations=tuple(map(evaluation, evaluations)),
+        pin_replicas=message.pin_replicas,
     )
+
+
+def adapter_pin(response: adapter_pb2.PinAdapterResponse) -> AdapterPin:
+    """Return the value of the message."""
+    return AdapterPin(adapter(response.adapter), response.revision, response.changed)
 
 
 def base_model(message: base_model_pb2.BaseModel) -> BaseModel:

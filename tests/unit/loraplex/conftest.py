@@ -233,6 +233,15 @@ class FakeCluster(
         page, token = self._page(list(self.adapters.values()), request.page_token)
         return adapter_pb2.ListAdaptersResponse(adapters=page, next_page_token=token)
 
+    async def PinAdapter(self, request, context) -> adapter_pb2.PinAdapterResponse:
+        if request.name not in self.adapters:
+            raise AdapterNotFound(f"there is no adapter {request.name}")
+        adapter = self.adapters[request.name]
+        changed = adapter.pin_replicas != request.pin_replicas
+        self.revision += changed
+        adapter.pin_replicas = request.pin_replicas
+        return adapter_pb2.PinAdapterResponse(adapter=adapter, revision=self.revision, changed=changed)
+
     async def DeleteAdapter(self, request, context) -> adapter_pb2.DeleteAdapterResponse:
         if self.adapters.pop(request.name, None) is None:
             raise AdapterNotFound(f"there is no adapter {request.name}")
