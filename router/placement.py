@@ -38,11 +38,24 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """One adapter on one worker."""
+    """One adapter on one worker. Where `quarantine_reason` is not empty it is refused until the Unix time beside it."""
 
     tier: Tier
     loading: bool = False
     in_flight: int = 0
+    pinned: bool = False
+    artifact_bytes: int = 0
+    quarantine_reason: str = ""
+    quarantine_end_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TierUse:
+    """How full a tier of a worker is."""
+
+    used_bytes: int
+    budget_bytes: int
+    num_adapters: int
 
 
 NO_ADAPTERS: Final[Mapping[str, Residency]] = MappingProxyType({})
@@ -79,6 +92,9 @@ class WorkerView:
     device: str = ""
     dtype: str = ""
     base_quantization: str = ""
+    device_tier: TierUse | None = None
+    host_tier: TierUse | None = None
+    disk_tier: TierUse | None = None
 
 
 @dataclass(frozen=True, slots=True)

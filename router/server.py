@@ -33,6 +33,7 @@ from router.metrics import Metrics
 from router.quota import Limits
 from router.service import FleetService, InferenceService, ModelService
 from router.settings import RouterSettings
+from router.steering import Steering
 
 log = structlog.get_logger(__name__)
 
@@ -50,6 +51,7 @@ class Router:
         credentials = bearer(settings.cluster_secret)
         self._catalog_watch = CatalogWatch(self.catalog, settings.registry, credentials=credentials)
         self.fleet = Fleet(parse_workers(settings.workers), credentials=credentials)
+        self._steering = Steering(self.catalog, self.fleet)
         self.access = Access(
             self.catalog,
             cluster_token=settings.cluster_secret,
@@ -133,6 +135,7 @@ class Router:
                     background = [
                         tasks.create_task(self._catalog_watch.run()),
                         tasks.create_task(self.fleet.run()),
+                        tasks.create_task(self._steering.run()),
                         tasks.create_task(self._tell_ready()),
                     ]
                     if cache is not None:
