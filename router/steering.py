@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import structlog
-from grpc import aio
 
 from loraplex.errors import LoraplexError
 from loraplex.worker.v1 import worker_pb2, worker_pb2_grpc
@@ -21,7 +20,7 @@ from router.fleet import Fleet
 from router.forward import to_worker_adapter
 from router.orders import Deliveries, Kind, Order
 from router.pins import PinPlanner, desired_pins
-from router.worker_errors import worker_error, worker_lost
+from router.worker_calls import answer_of
 
 log = structlog.get_logger(__name__)
 
@@ -93,21 +92,6 @@ class Steering:
                 )
                 call = stub.PrefetchAdapter(prefetch, **options)
         await answer_of(call, order.worker_id)
-
-
-async def answer_of(call: Any, worker_id: str) -> Any:
-    """Wait for a worker's answer. Raises what it refuses with, and WorkerLost where its channel closes meanwhile."""
-    task = asyncio.current_task()
-    try:
-        return await call
-    except aio.AioRpcError as error:
-        raise worker_error(error, worker_id, has_started=False) from None
-    except asyncio.CancelledError:
-        if task is not None and task.cancelling():
-            raise
-        raise worker_lost(worker_id, "its channel was closed", has_started=False) from None
-    finally:
-        call.cancel()
 
 
 async def _any_of(events: tuple[asyncio.Event, ...], timeout_s: float | None) -> None:
