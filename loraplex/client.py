@@ -25,7 +25,7 @@ import grpc
 from loraplex import wire
 from loraplex.async_client import AsyncClient
 from loraplex.calls import CHANNEL_OPTIONS, DEFAULT_REGISTRY, DEFAULT_ROUTER, PAGE_SIZE, Page, Peer, Timeouts
-from loraplex.credentials import Credentials
+from loraplex.credentials import Credentials, Metadata
 from loraplex.generation import (
     Choice,
     ChoiceFinished,
@@ -42,6 +42,8 @@ from loraplex.manifest import BaseManifest
 from loraplex.peft_folder import read_adapter_folder
 from loraplex.records import (
     Adapter,
+    AdapterOutcome,
+    AdapterPin,
     AdapterRegistration,
     ApiKey,
     BaseModel,
@@ -251,6 +253,18 @@ class Client:
         for page in _pages(self._registry, ask):
             yield from map(wire.adapter, page.adapters)
 
+    def pin_adapter(self, name: str, replicas: int = 1) -> AdapterPin:
+        """Have so many workers of its base keep an adapter whatever the demand; 0 lets go of it.
+
+        `loraplex.pins.PIN_ON_ALL` is all workers. A new version takes the old one's place. Raises AdapterNotFound, and
+        FailedPrecondition for unpinning what the registry's configuration pins.
+        """
+        request = adapter_pb2.PinAdapterRequest(name=name, pin_replicas=replicas)
+        with self._registry.calls():
+            response = self._adapters.PinAdapter(request, timeout=self.timeouts.call_s, metadata=self._operator)
+        self._seen(response.revision)
+        return wire.adapter_pin(response)
+
     def remove_adapter(self, name: str) -> int:
         """Delete an adapter with its versions; return the revision without it. Raises AdapterNotFound."""
         with self._registry.calls():
@@ -259,6 +273,38 @@ class Client:
             )
         self._seen(response.revision)
         return response.revision
+
+    def prefetch_adapter(
+        self, name: str, *, worker_id: str = "", num_workers: int = 1, to_device: bool = False
+    ) -> list[AdapterOutcome]:
+        """Have workers fetch an adapter ahead of its requests, on to the device if asked; does not wait for it.
+
+        Without `worker_id` the router takes the workers that requests would go to. Raises ModelNotFound, NotFound for
+        a worker that is not known, NoWorker, and what all workers refuse with.
+        """
+        request = fleet_pb2.PrefetchAdapterRequest(
+            name=name, worker_id=worker_id, num_workers=num_workers, to_device=to_device
+        )
+        with self._router.calls():
+            response = self._fleet.PrefetchAdapter(request, timeout=self.timeouts.call_s, metadata=self._for_fleet)
+        return list(map(wire.adapter_outcome, response.outcomes))
+
+    def load_adapter(self, name: str, *, worker_id: str = "", num_workers: int = 1) -> list[AdapterOutcome]:
+        """Have workers load an adapter, and wait until it is on their device; see `prefetch_adapter`."""
+        request = fleet_pb2.LoadAdapterRequest(name=name, worker_id=worker_id, num_workers=num_workers)
+        with self._router.calls():
+            response = self._fleet.LoadAdapter(request, timeout=self.timeouts.load_s, metadata=self._for_fleet)
+        return list(map(wire.adapter_outcome, response.outcomes))
+
+    def unload_adapter(self, name: str, *, worker_id: str = "", from_disk: bool = False) -> list[AdapterOutcome]:
+        """Have a worker, or all that hold it, take an adapter off their device, and out of the disk cache if asked.
+
+        Where it is in use or pinned it is refused with FailedPrecondition.
+        """
+        request = fleet_pb2.UnloadAdapterRequest(name=name, worker_id=worker_id, from_disk=from_disk)
+        with self._router.calls():
+            response = self._fleet.UnloadAdapter(request, timeout=self.timeouts.call_s, metadata=self._for_fleet)
+        return list(map(wire.adapter_outcome, response.outcomes))
 
     def add_base(self, base_id: str, manifest: BaseManifest) -> BaseRegistration:
         """Register a base model by its manifest (see `loraplex.manifest.read_manifest`)."""
@@ -336,6 +382,10 @@ class Client:
 
         for page in _pages(self._router, ask):
             yield from map(wire.worker, page.workers)
+
+    @property
+    def _for_fleet(self) -> Metadata:
+        return wire.metadata(self.min_revision, credentials=self._operator)
 
     def _seen(self, revision: int) -> None:
         self.min_revision = max(self.min_revision, revision)

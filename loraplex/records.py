@@ -112,6 +112,17 @@ class Adapter:
     reports: tuple[PackingReport, ...] = field(default=(), compare=False)
     evaluations: tuple[Evaluation, ...] = field(default=(), compare=False)
     """Newest first, one per artifact; those of replaced artifacts included."""
+    pin_replicas: int = 0
+    """Workers of its base that keep it whatever the demand; 0: it is not pinned, `loraplex.pins.PIN_ON_ALL`: all do."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPin:
+    """The outcome of pinning or unpinning; `changed` is False where it was so already."""
+
+    adapter: Adapter
+    revision: int
+    changed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +171,29 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class WorkerAdapter:
-    """An adapter on a worker. `tier` is device, host, disk or source; `names` are those whose current version it is."""
+    """An adapter on a worker. `tier` is device, host, disk or source; `names` are those whose current version it is.
+
+    Where `quarantine_reason` is not empty, requests for it are refused until `quarantine_end_time`.
+    """
 
     artifact_digest: str
     names: tuple[str, ...]
     tier: str
     loading: bool
     in_flight: int
+    pinned: bool = False
+    artifact_bytes: int = 0
+    quarantine_reason: str = ""
+    quarantine_end_time: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TierUse:
+    """How full a tier of a worker is."""
+
+    used_bytes: int
+    budget_bytes: int
+    num_adapters: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +221,24 @@ class Worker:
     device: str = ""
     dtype: str = ""
     base_quantization: str = ""
+    device_tier: TierUse | None = None
+    host_tier: TierUse | None = None
+    disk_tier: TierUse | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterOutcome:
+    """What became of a call about an adapter at one worker.
+
+    `tier` is where the adapter is now, for loads and unloads where it was; empty where it was nowhere. `load_s` is for
+    loads only. `error_reason` and `error` are empty where the worker did it.
+    """
+
+    worker_id: str
+    tier: str
+    load_s: float | None = None
+    error_reason: str = ""
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)

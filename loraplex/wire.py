@@ -26,6 +26,8 @@ from loraplex.manifest import BaseManifest
 from loraplex.metadata_keys import MIN_REVISION_KEY, REQUEST_ID_KEY, TRACE_KEY
 from loraplex.records import (
     Adapter,
+    AdapterOutcome,
+    AdapterPin,
     AdapterRegistration,
     AdapterVersion,
     ApiKey,
@@ -34,6 +36,7 @@ from loraplex.records import (
     LoadFacts,
     Model,
     PackingReport,
+    TierUse,
     Worker,
     WorkerAdapter,
 )
@@ -293,7 +296,13 @@ def adapter(
         update_time=_time(message.update_time),
         reports=tuple(map(packing_report, reports)),
         evaluations=tuple(map(evaluation, evaluations)),
+        pin_replicas=message.pin_replicas,
     )
+
+
+def adapter_pin(response: adapter_pb2.PinAdapterResponse) -> AdapterPin:
+    """Return the value of the message."""
+    return AdapterPin(adapter(response.adapter), response.revision, response.changed)
 
 
 def base_model(message: base_model_pb2.BaseModel) -> BaseModel:
@@ -358,6 +367,10 @@ def worker(message: fleet_pb2.Worker) -> Worker:
                 _TIERS.get(entry.tier, ""),
                 entry.loading,
                 entry.in_flight,
+                entry.pinned,
+                entry.artifact_bytes,
+                entry.quarantine_reason,
+                _time(entry.quarantine_end_time) if entry.HasField("quarantine_end_time") else None,
             )
             for entry in message.adapters
         ),
@@ -366,4 +379,22 @@ def worker(message: fleet_pb2.Worker) -> Worker:
         device=message.device,
         dtype=message.dtype,
         base_quantization=message.base_quantization,
+        device_tier=_tier_use(message.device_tier) if message.HasField("device_tier") else None,
+        host_tier=_tier_use(message.host_tier) if message.HasField("host_tier") else None,
+        disk_tier=_tier_use(message.disk_tier) if message.HasField("disk_tier") else None,
+    )
+
+
+def _tier_use(message: fleet_pb2.TierUse) -> TierUse:
+    return TierUse(message.used_bytes, message.budget_bytes, message.num_adapters)
+
+
+def adapter_outcome(message: fleet_pb2.AdapterOutcome) -> AdapterOutcome:
+    """Return the value of the message."""
+    return AdapterOutcome(
+        worker_id=message.worker_id,
+        tier=_TIERS.get(message.tier, ""),
+        load_s=message.load_time.ToNanoseconds() / 1e9 if message.HasField("load_time") else None,
+        error_reason=message.error_reason,
+        error=message.error,
     )

@@ -37,6 +37,7 @@ from registry.service.api_keys import ApiKeys, ensure_bootstrap_key
 from registry.service.base_models import BaseModels
 from registry.service.garbage import collect
 from registry.service.missing import warn_of_missing
+from registry.service.pinning import Pinning
 from registry.service.repacking import Repacking
 from registry.service.retirement import Retirement
 from registry.service.uploads import Uploads
@@ -102,11 +103,13 @@ async def _serve(
             await warn_of_missing(store, artifacts, present)
             if settings.bootstrap_key is not None:
                 await ensure_bootstrap_key(store, settings.bootstrap_key.get_secret_value())
+            pinning = Pinning(store, settings.pins)
+            await pinning.apply_list()
         retirement = Retirement(store, artifacts, settings.artifact_grace_s)
         uploads = Uploads(store, artifacts, retirement, settings)
         repacking = Repacking(store, artifacts, retirement, settings.default_quantization)
         watches = Watches(store, signal, heartbeat_s=settings.heartbeat_s)
-        adapters = Adapters(store, artifacts, uploads, repacking, watches, reserve)
+        adapters = Adapters(store, artifacts, uploads, repacking, pinning, watches, reserve)
         base_models, api_keys = BaseModels(store), ApiKeys(store, reserve)
         server = Server(
             [

@@ -73,6 +73,8 @@ class AdapterRecord:
     versions: tuple[VersionRecord, ...]
     create_time_us: int
     update_time_us: int
+    pin_replicas: int = 0
+    """Workers of its base that keep it whatever the demand; 0: it is not pinned, loraplex.pins.PIN_ON_ALL: all do."""
 
     @property
     def current_version(self) -> VersionRecord:

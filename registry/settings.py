@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,7 +14,9 @@ from common.api_keys import EXAMPLE, id_of
 from common.config import AdminSettings, Port
 from common.secret_settings import Secret
 from registry.database import parse_url
+from registry.limits import AdapterLimits, parse_target_modules
 from registry.packing import DEFAULT_QUANTIZATION
+from registry.pins import parse_pinned
 
 
 class RegistrySettings(AdminSettings):
@@ -40,6 +43,16 @@ class RegistrySettings(AdminSettings):
         "",
         description="FOLDER[,FOLDER...] with weights of base models, for adapters that cannot be packed without: DoRA",
     )
+    pinned_adapters: str = Field(
+        "",
+        description="NAME[=WORKERS],... that workers keep whatever the demand, one worker or so many or `all`; "
+        "applied at start and at registration to what is not pinned yet, and not to be unpinned while listed",
+    )
+    max_rank: Annotated[int, Field(ge=1)] = Field(256, description="largest rank of a module of a new adapter")
+    allowed_target_modules: str = Field(
+        "", description="kinds of modules that new adapters may change, q_proj,v_proj,...; empty: all"
+    )
+    max_adapters: Annotated[int, Field(ge=1)] = Field(10_000, description="adapters a tenant may have registered")
     artifact_grace_s: Annotated[float, Field(ge=0)] = Field(
         600.0, description="seconds an artifact stays after another has replaced it, for requests on their way to it"
     )
@@ -68,6 +81,18 @@ class RegistrySettings(AdminSettings):
                 raise ValueError(f"{folder} is not a folder")
         return folders
 
+    @field_validator("pinned_adapters")
+    @classmethod
+    def _are_pins(cls, text: str) -> str:
+        parse_pinned(text)
+        return text
+
+    @field_validator("allowed_target_modules")
+    @classmethod
+    def _are_modules(cls, text: str) -> str:
+        parse_target_modules(text)
+        return text
+
     @field_validator("database_url")
     @classmethod
     def _supported(cls, url: str | None) -> str | None:
@@ -79,6 +104,16 @@ class RegistrySettings(AdminSettings):
     def base_folders(self) -> list[Path]:
         """The folders of `base_dirs`."""
         return _paths(self.base_dirs)
+
+    @property
+    def pins(self) -> Mapping[str, int]:
+        """On how many workers the listed adapters are pinned, by name."""
+        return parse_pinned(self.pinned_adapters)
+
+    @property
+    def adapter_limits(self) -> AdapterLimits:
+        """What adapters may be registered."""
+        return AdapterLimits(self.max_rank, parse_target_modules(self.allowed_target_modules), self.max_adapters)
 
     @property
     def url(self) -> sa.URL:

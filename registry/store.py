@@ -103,6 +103,11 @@ class Reader:
         """Return a tenant's adapters by name, those after `after`."""
         return await self._adapters(sa.and_(ADAPTERS.c.tenant == tenant, ADAPTERS.c.name > after), limit)
 
+    async def num_adapters(self, tenant: str) -> int:
+        """Return how many adapters a tenant has."""
+        query = sa.select(sa.func.count()).select_from(ADAPTERS).where(ADAPTERS.c.tenant == tenant)
+        return int((await self._connection.execute(query)).scalar_one())
+
     async def reports(self, tenant: str, name: str) -> dict[str, PackingReport]:
         """Return what packing made of an adapter's versions, by version digest, newest first; some may have none."""
         query = sa.select(VERSIONS.c.version_digest, VERSIONS.c.report).filter_by(tenant=tenant, name=name)

@@ -53,6 +53,7 @@ ADAPTERS = sa.Table(
     sa.Column("current", sa.Text, nullable=False),
     sa.Column("create_time_us", sa.BigInteger, nullable=False),
     sa.Column("update_time_us", sa.BigInteger, nullable=False),
+    sa.Column("pin_replicas", sa.Integer, nullable=False, server_default="0"),  # workers that keep it; 0: not pinned
 )
 
 VERSIONS = sa.Table(

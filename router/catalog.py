@@ -54,6 +54,8 @@ class Adapter:
     base_id: str
     current: Version
     versions: tuple[Version, ...]
+    pin_replicas: int = 0
+    """Workers of its base that keep the current version; 0 where it is not pinned, loraplex.pins.PIN_ON_ALL for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +202,8 @@ class Catalog:
         self._registry_address = registry_address
         self.ready = asyncio.Event()
         """Set once a whole catalog is held, from the registry or from a valid cache."""
+        self.in_step = False
+        """Whether the registry is followed now; else what is held may be old."""
 
     @property
     def snapshot(self) -> CatalogSnapshot:

@@ -77,6 +77,7 @@ def _adapter(data: dict[str, Any]) -> Adapter:
         data["base_id"],
         Version(**data["current"]),
         tuple(Version(**version) for version in data["versions"]),
+        int(data.get("pin_replicas", 0)),
     )
 
 

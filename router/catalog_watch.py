@@ -57,7 +57,9 @@ def entries_of(messages: Iterable[adapter_pb2.CatalogEntry]) -> list[Entry]:
                 adapter = message.adapter
                 current = _version(adapter.current)
                 versions = tuple(_version(version) for version in adapter.versions) or (current,)
-                entries.append(Adapter(adapter.tenant, adapter.name, adapter.base_id, current, versions))
+                entries.append(
+                    Adapter(adapter.tenant, adapter.name, adapter.base_id, current, versions, adapter.pin_replicas)
+                )
             case "deleted_adapter":
                 entries.append(DeletedAdapter(message.deleted_adapter.tenant, message.deleted_adapter.name))
             case "api_key":
@@ -186,8 +188,10 @@ class CatalogWatch:
             adapters=len(snapshot.adapters),
         )
         self._failures = 0
+        self._catalog.in_step = True
 
     def _lost(self, why: str) -> None:
+        self._catalog.in_step = False
         now_s = time.monotonic()
         if self._last_log_s is not None and now_s - self._last_log_s < _REMIND_S:
             return

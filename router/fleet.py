@@ -42,6 +42,7 @@ class Fleet:
         self._lookup_interval_s = lookup_interval_s
         self._links: dict[str, Link] = {}
         self._wanted: frozenset[str] = frozenset()
+        self._changed = asyncio.Event()
 
     async def run(self) -> None:
         """Follow the workers until cancelled."""
@@ -52,7 +53,11 @@ class Fleet:
                 for address in addresses:
                     if address not in self._links:
                         link = self._links[address] = Link(
-                            address, credentials=self.credentials, clock=self._clock, rng=self._rng
+                            address,
+                            credentials=self.credentials,
+                            clock=self._clock,
+                            rng=self._rng,
+                            on_change=self._tell_change,
                         )
                         tasks.create_task(self._keep(link))
 
@@ -67,6 +72,20 @@ class Fleet:
         finally:
             del self._links[link.address]
         log.info("fleet.worker_gone", address=link.address, worker_id=link.status.worker_id)
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """An event that the next change of a worker's epoch, state or residency sets; take a new one afterwards."""
+        return self._changed
+
+    @property
+    def is_surveyed(self) -> bool:
+        """Whether every address was tried by now; before that, what is known of the workers is a part of them."""
+        return bool(self._links) and all(link.was_tried for link in self._links.values())
+
+    def _tell_change(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def views(self) -> tuple[WorkerView, ...]:
         """Return every worker as it is known now; one that is reached by two addresses comes once."""

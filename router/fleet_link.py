@@ -30,6 +30,8 @@ _SMALL_WINDOWS: Final = (("grpc.http2.bdp_probe", 0),)
 """Keeps a stream's window at 64 KiB. gRPC would let it grow with the connection's speed to megabytes, and each client
 that does not read would have as much of this router's memory; text needs far less."""
 
+_NOT_REACHED: Final = "not reached yet"
+
 RECONNECT: Final = Backoff(first_s=0.1, longest_s=1.0)
 
 
@@ -56,11 +58,24 @@ class Flight:
         self._link.land(self)
 
 
+def _identity(status: WorkerStatus) -> tuple[object, ...]:
+    return status.worker_id, status.epoch, status.state, status.base_digest
+
+
 class Link:
-    """Follows one address until it is no longer wanted. `clock` returns monotonic seconds."""
+    """Follows one address until it is no longer wanted. `clock` returns monotonic seconds.
+
+    `on_change` is called when another worker, epoch, state or residency is there than before.
+    """
 
     def __init__(
-        self, address: str, *, credentials: Metadata = (), clock: Callable[[], float], rng: random.Random
+        self,
+        address: str,
+        *,
+        credentials: Metadata = (),
+        clock: Callable[[], float],
+        rng: random.Random,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self.address = address
         self._credentials = credentials
@@ -68,10 +83,11 @@ class Link:
         self._channel = open_channel(address, _SMALL_WINDOWS)
         self.stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self._rng = rng
+        self._on_change = on_change
         self._failures = 0
         self.status = WorkerStatus()
         self.connected = False
-        self.error = "not reached yet"
+        self.error = _NOT_REACHED
         self._heard_s = clock()
         self._uncounted: set[Flight] = set()
         self._flights: set[Flight] = set()
@@ -117,6 +133,12 @@ class Link:
         self._heard_s = self._clock()
         before = self.status
         self.status = before.merged(message)
+        if (
+            not self.connected
+            or _identity(before) != _identity(self.status)
+            or before.adapters is not self.status.adapters
+        ):
+            self._on_change()
         if not self.connected:
             self.connected, self.error = True, ""
             if self.status.state is not State.DRAINING:  # a draining worker ends each stream it is asked for
@@ -133,9 +155,15 @@ class Link:
         self.settle()
 
     def _lost(self, why: str) -> None:
-        if self.connected or self.error == "not reached yet":
+        if self.connected or not self.was_tried:
             log.warning("fleet.worker_lost", address=self.address, worker_id=self.status.worker_id, error=why)
+            self._on_change()
         self.connected, self.error = False, why
+
+    @property
+    def was_tried(self) -> bool:
+        """Whether it is known by now if there is a worker."""
+        return self.error != _NOT_REACHED
 
     def begin(self, prompt_tokens: int, artifact_digest: str) -> Flight:
         """Note that a request goes to this worker."""
@@ -192,4 +220,7 @@ class Link:
             device=status.device,
             dtype=status.dtype,
             base_quantization=status.base_quantization,
+            device_tier=status.device_tier,
+            host_tier=status.host_tier,
+            disk_tier=status.disk_tier,
         )

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from loraplex.worker.v1 import worker_pb2
-from router.placement import NO_ADAPTERS, Residency, State, Tier
+from router.placement import NO_ADAPTERS, Residency, State, Tier, TierUse
 
 _STATES: Final[Mapping[int, State]] = {
     worker_pb2.WORKER_STATE_STARTING: State.STARTING,
@@ -30,6 +30,7 @@ _PLAIN_FIELDS: Final = (
     "dtype",
     "base_quantization",
 )
+_TIER_USES: Final = ("device_tier", "host_tier", "disk_tier")
 _TIERS: Final = frozenset(int(tier) for tier in Tier)
 
 
@@ -53,6 +54,9 @@ class WorkerStatus:
     device: str = ""
     dtype: str = ""
     base_quantization: str = ""
+    device_tier: TierUse | None = None
+    host_tier: TierUse | None = None
+    disk_tier: TierUse | None = None
     adapters: Mapping[str, Residency] = field(default_factory=lambda: NO_ADAPTERS)
 
     def merged(self, message: worker_pb2.WatchStatusResponse) -> WorkerStatus:
@@ -66,12 +70,28 @@ class WorkerStatus:
         if message.HasField("state"):
             changes["state"] = _STATES.get(message.state, State.NOT_SERVING)
         changes |= {name: getattr(message, name) for name in _PLAIN_FIELDS if message.HasField(name)}
+        changes |= {name: _tier_use(getattr(message, name)) for name in _TIER_USES if message.HasField(name)}
         if message.adapters or message.removed_artifact_digests:
             adapters = dict(before.adapters)
             for digest in message.removed_artifact_digests:
                 adapters.pop(digest, None)
             for adapter in message.adapters:
-                tier = Tier(adapter.tier) if adapter.tier in _TIERS else Tier.SOURCE
-                adapters[adapter.artifact_digest] = Residency(tier, adapter.loading, adapter.in_flight)
+                adapters[adapter.artifact_digest] = _residency(adapter)
             changes["adapters"] = MappingProxyType(adapters)
         return replace(before, **changes)
+
+
+def _tier_use(message: worker_pb2.TierUse) -> TierUse:
+    return TierUse(message.used_bytes, message.budget_bytes, message.num_adapters)
+
+
+def _residency(message: worker_pb2.AdapterResidency) -> Residency:
+    return Residency(
+        tier=Tier(message.tier) if message.tier in _TIERS else Tier.SOURCE,
+        loading=message.loading,
+        in_flight=message.in_flight,
+        pinned=message.pinned,
+        artifact_bytes=message.artifact_bytes,
+        quarantine_reason=message.quarantine_reason,
+        quarantine_end_s=message.quarantine_end_time.ToNanoseconds() / 1e9,
+    )

@@ -22,7 +22,7 @@ from loraplex import errors
 from loraplex.metadata_keys import REQUEST_ID_KEY, STATUS_SEQUENCE_KEY
 from loraplex.router.v1 import inference_pb2
 from loraplex.worker.v1 import worker_pb2
-from router.catalog import Resolved
+from router.catalog import Resolved, Version
 from router.fleet import Fleet
 from router.fleet_link import Flight
 from router.placement import Pick, PlacementRequest, pick, prompt_tokens_on
@@ -72,13 +72,19 @@ def to_worker_request(job: Job) -> worker_pb2.GenerateRequest:
             request.prompt = job.request.prompt
     request.sampling.CopyFrom(job.request.sampling)
     if (version := job.resolved.version) is not None:
-        adapter = request.adapter
-        adapter.version_digest = version.version_digest
-        adapter.artifact_digest = version.artifact_digest
-        adapter.rank = version.rank
-        adapter.format = version.format
-        adapter.artifact_bytes = version.artifact_bytes
+        request.adapter.CopyFrom(to_worker_adapter(version))
     return request
+
+
+def to_worker_adapter(version: Version) -> worker_pb2.ResolvedAdapter:
+    """Return an adapter as workers are told of it."""
+    return worker_pb2.ResolvedAdapter(
+        version_digest=version.version_digest,
+        artifact_digest=version.artifact_digest,
+        rank=version.rank,
+        format=version.format,
+        artifact_bytes=version.artifact_bytes,
+    )
 
 
 def is_retryable(error: errors.LoraplexError) -> bool:

@@ -38,11 +38,24 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """One adapter on one worker."""
+    """One adapter on one worker. Where `quarantine_reason` is not empty it is refused until the Unix time beside it."""
 
     tier: Tier
     loading: bool = False
     in_flight: int = 0
+    pinned: bool = False
+    artifact_bytes: int = 0
+    quarantine_reason: str = ""
+    quarantine_end_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TierUse:
+    """How full a tier of a worker is."""
+
+    used_bytes: int
+    budget_bytes: int
+    num_adapters: int
 
 
 NO_ADAPTERS: Final[Mapping[str, Residency]] = MappingProxyType({})
@@ -79,6 +92,9 @@ class WorkerView:
     device: str = ""
     dtype: str = ""
     base_quantization: str = ""
+    device_tier: TierUse | None = None
+    host_tier: TierUse | None = None
+    disk_tier: TierUse | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +195,7 @@ def pick(
         and worker.worker_id not in exclude
     ]
     if not usable:
-        raise _no_worker(request, workers, exclude)
+        raise no_worker(request, workers, exclude)
     candidates = [worker for worker in usable if not worker.silent] or usable
     scored = [(expected_s(worker, request), worker) for worker in candidates]
     best_s = min(score for score, _ in scored)
@@ -207,7 +223,22 @@ def _is_warm(worker: WorkerView, digest: str) -> bool:
     )
 
 
-def _no_worker(request: PlacementRequest, workers: Sequence[WorkerView], exclude: Collection[str]) -> NoWorker:
+def homes(base_digest: str, artifact_digest: str, workers: Sequence[WorkerView]) -> list[WorkerView]:
+    """Return the workers that an adapter's requests would go to if all were idle, first ones first.
+
+    Those that have it on their device, or are loading it, come first, then the others; each in rendezvous order.
+    """
+    usable = [worker for worker in workers if worker.state is State.SERVING and worker.base_digest == base_digest]
+    candidates = [worker for worker in usable if not worker.silent] or usable
+    return sorted(
+        candidates,
+        key=lambda worker: (_is_warm(worker, artifact_digest), rendezvous_weight(artifact_digest, worker.worker_id)),
+        reverse=True,
+    )
+
+
+def no_worker(request: PlacementRequest, workers: Sequence[WorkerView], exclude: Collection[str]) -> NoWorker:
+    """Return why no worker can be had for a request, as an error."""
     reachable = [worker for worker in workers if worker.state is not State.UNREACHABLE]
     if not workers:
         return NoWorker("no worker is known; check the router's --workers", why="none_known", retry_after_s=1.0)

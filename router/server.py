@@ -19,20 +19,23 @@ from loraplex.credentials import bearer
 from loraplex.errors import Draining
 from loraplex.router.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc, models_pb2, models_pb2_grpc
 from router.access import Access
+from router.adapter_calls import AdapterCalls
 from router.catalog import Catalog
 from router.catalog_cache import CacheWriter, load_into
 from router.catalog_watch import CatalogWatch
 from router.discovery import parse_workers
 from router.evaluation import Evaluations
 from router.fleet import Fleet
+from router.fleet_service import FleetService
 from router.forward import Forwarder
 from router.http.app import make_app
 from router.http.errors import error_answer
 from router.inference import Inference, request_id_from
 from router.metrics import Metrics
 from router.quota import Limits
-from router.service import FleetService, InferenceService, ModelService
+from router.service import InferenceService, ModelService
 from router.settings import RouterSettings
+from router.steering import Steering
 
 log = structlog.get_logger(__name__)
 
@@ -50,6 +53,7 @@ class Router:
         credentials = bearer(settings.cluster_secret)
         self._catalog_watch = CatalogWatch(self.catalog, settings.registry, credentials=credentials)
         self.fleet = Fleet(parse_workers(settings.workers), credentials=credentials)
+        self._steering = Steering(self.catalog, self.fleet)
         self.access = Access(
             self.catalog,
             cluster_token=settings.cluster_secret,
@@ -68,7 +72,7 @@ class Router:
         inference, models, fleet = (
             InferenceService(self.inference, self.access),
             ModelService(self.catalog, self.access),
-            FleetService(self.fleet, self.catalog, self.access, self._evaluations),
+            FleetService(self.fleet, self.catalog, self.access, self._evaluations, AdapterCalls(self.fleet)),
         )
         self._grpc = Server(
             [
@@ -133,6 +137,7 @@ class Router:
                     background = [
                         tasks.create_task(self._catalog_watch.run()),
                         tasks.create_task(self.fleet.run()),
+                        tasks.create_task(self._steering.run()),
                         tasks.create_task(self._tell_ready()),
                     ]
                     if cache is not None:

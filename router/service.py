@@ -1,9 +1,9 @@
-"""The router's gRPC services: InferenceService, ModelService, FleetService."""
+"""The router's gRPC services for clients: InferenceService, ModelService."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import ExitStack, aclosing
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from typing import Any
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -14,21 +14,15 @@ from common.pages import page_of
 from loraplex.errors import EmptyPrompt
 from loraplex.metadata_keys import MIN_REVISION_KEY, REQUEST_ID_KEY
 from loraplex.router.v1 import (
-    fleet_pb2,
-    fleet_pb2_grpc,
     inference_pb2,
     inference_pb2_grpc,
     models_pb2,
     models_pb2_grpc,
 )
-from loraplex.types.v1 import generation_pb2
 from router.access import Access
 from router.catalog import Adapter, Base, Catalog, Version, parse_min_revision
-from router.evaluation import EVALUATION_TIMEOUT_S, Evaluations
-from router.fleet import Fleet
 from router.forward import Job
 from router.inference import Inference, request_id_from
-from router.placement import WorkerView
 from router.traces import add_spans, describe_usage, name_request
 
 
@@ -55,7 +49,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         metadata = dict(context.invocation_metadata() or ())
         with ExitStack() as held:
             observation = held.enter_context(inference.observed("grpc"))
-            tenant = self._access.client(_authorization(context))
+            tenant = self._access.client(authorization(context))
             held.enter_context(inference.admitted(tenant))
             request_id = request_id_from(_text(metadata, REQUEST_ID_KEY))
             operation = "chat" if request.WhichOneof("input") == "chat" else "text_completion"
@@ -85,11 +79,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 stream.close()
 
 
-def _min_revision(context: aio.ServicerContext[Any, Any]) -> int:
+def min_revision(context: aio.ServicerContext[Any, Any]) -> int:
+    """Return the revision that a caller wants to see at least. Raises InvalidParameter."""
     return parse_min_revision(_text(dict(context.invocation_metadata() or ()), MIN_REVISION_KEY))
 
 
-def _authorization(context: aio.ServicerContext[Any, Any]) -> str | None:
+def authorization(context: aio.ServicerContext[Any, Any]) -> str | None:
+    """Return a call's credential as it was sent."""
     return sent_authorization(context.invocation_metadata())
 
 
@@ -135,8 +131,8 @@ class ModelService(models_pb2_grpc.ModelServiceServicer):
         self, request: models_pb2.ListModelsRequest, context: aio.ServicerContext[Any, Any]
     ) -> models_pb2.ListModelsResponse:
         """List bases, then adapters."""
-        tenant = self._access.reader(_authorization(context))
-        snapshot = await self._catalog.at_least(_min_revision(context))
+        tenant = self._access.reader(authorization(context))
+        snapshot = await self._catalog.at_least(min_revision(context))
         models = snapshot.models(tenant)
         page, token = page_of("models", models, _model_key, request.page_size, request.page_token)
         return models_pb2.ListModelsResponse(models=[to_model(item) for item in page], next_page_token=token)
@@ -145,85 +141,11 @@ class ModelService(models_pb2_grpc.ModelServiceServicer):
         self, request: models_pb2.GetModelRequest, context: aio.ServicerContext[Any, Any]
     ) -> models_pb2.GetModelResponse:
         """Tell what a name means now."""
-        tenant = self._access.reader(_authorization(context))
-        snapshot = await self._catalog.at_least(_min_revision(context))
+        tenant = self._access.reader(authorization(context))
+        snapshot = await self._catalog.at_least(min_revision(context))
         resolved = snapshot.resolve(tenant, request.name)
         if resolved.version is None:
             model = to_model(snapshot.bases[resolved.base_id])
         else:
             model = _adapter_model(request.name, resolved.base_id, resolved.version)
         return models_pb2.GetModelResponse(model=model)
-
-
-class FleetService(fleet_pb2_grpc.FleetServiceServicer):
-    """What this router knows of its workers."""
-
-    def __init__(self, fleet: Fleet, catalog: Catalog, access: Access, evaluations: Evaluations) -> None:
-        self._fleet = fleet
-        self._catalog = catalog
-        self._access = access
-        self._evaluations = evaluations
-
-    async def EvaluateAdapter(  # noqa: N802 - the name is the RPC's
-        self, request: fleet_pb2.EvaluateAdapterRequest, context: aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[fleet_pb2.EvaluateAdapterResponse]:
-        """Relay one evaluation from a worker."""
-        self._access.operator(_authorization(context))
-        remaining_s = context.time_remaining()
-        timeout_s = EVALUATION_TIMEOUT_S if remaining_s is None else remaining_s
-        async with aclosing(self._evaluations.run(request, timeout_s)) as events:
-            async for event in events:
-                yield event
-
-    async def ListWorkers(  # noqa: N802 - the name is the RPC's
-        self,
-        request: fleet_pb2.ListWorkersRequest,
-        context: aio.ServicerContext[Any, Any],
-    ) -> fleet_pb2.ListWorkersResponse:
-        """List the workers by id."""
-        self._access.operator(_authorization(context))
-        views = sorted(self._fleet.views(), key=_worker_key)
-        page, token = page_of("workers", views, _worker_key, request.page_size, request.page_token)
-        names: dict[str, list[str]] = {}
-        for adapter in self._catalog.snapshot.adapters.values():
-            names.setdefault(adapter.current.artifact_digest, []).append(adapter.name)
-        return fleet_pb2.ListWorkersResponse(workers=[to_worker(view, names) for view in page], next_page_token=token)
-
-
-def _worker_key(view: WorkerView) -> str:
-    return f"{view.worker_id} {view.address}"
-
-
-def to_worker(view: WorkerView, names: Mapping[str, Sequence[str]]) -> fleet_pb2.Worker:
-    """Return what a listing says of a worker; `names` maps artifact digests to adapter names."""
-    adapters = [
-        fleet_pb2.WorkerAdapter(
-            artifact_digest=digest,
-            names=sorted(names.get(digest, ())),
-            tier=generation_pb2.AdapterTier.ValueType(residency.tier),
-            loading=residency.loading,
-            in_flight=residency.in_flight,
-        )
-        for digest, residency in sorted(view.adapters.items())
-    ]
-    worker = fleet_pb2.Worker(
-        worker_id=view.worker_id,
-        address=view.address,
-        state=view.state.value,
-        epoch=view.epoch,
-        base_digest=view.base_digest,
-        running_requests=view.running_requests,
-        waiting_requests=view.waiting_requests,
-        queued_prefill_tokens=view.queued_prefill_tokens,
-        prefill_tokens_per_second=view.prefill_tokens_per_second,
-        decode_tokens_per_second=view.decode_tokens_per_second,
-        free_blocks=view.free_blocks,
-        total_blocks=view.total_blocks,
-        adapters=adapters,
-        error=view.error,
-        device=view.device,
-        dtype=view.dtype,
-        base_quantization=view.base_quantization,
-    )
-    worker.status_age.FromNanoseconds(int(view.status_age_s * 1e9))
-    return worker

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 
-from loraplex.cli import adapters, bases, keys, workers
+from loraplex.cli import adapters, bases, keys, steering, workers
 from loraplex.cli.app import new_group
 from loraplex.cli.chat import chat
 from loraplex.cli.demo import demo
@@ -19,6 +19,7 @@ app.command()(up)
 app.command()(demo)
 app.command()(generate)
 app.command()(chat)
+steering.add_to(adapters.app)
 app.add_typer(adapters.app, name="adapter")
 app.add_typer(bases.app, name="base")
 app.add_typer(keys.app, name="key")

@@ -1,4 +1,4 @@
-"""`loraplex adapter`: add, list, show, evaluate, repack, rm."""
+"""`loraplex adapter`: add, list, show, evaluate, repack, rm. More of its commands are in `steering`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from loraplex.cli.options import REGISTRY, ROUTER, Json, Registry, Router, Wait
 from loraplex.client import Client, Timeouts
 from loraplex.errors import CatalogBehind, ModelNotFound, Unauthenticated, Unavailable
 from loraplex.peft_folder import read_adapter_folder
+from loraplex.pins import replicas_text
 from loraplex.records import AdapterVersion, Evaluation, PackingReport
 
 app = new_group("Register adapters and look at them.")
@@ -104,7 +105,7 @@ def list_(registry: Registry = REGISTRY, as_json: Json = False) -> None:
         output.print_json({"adapters": adapters})
         return
     output.print_table(
-        ["name", "base", "#rank", "#modules", "format", "#size", "version", "artifact", "updated"],
+        ["name", "base", "#rank", "#modules", "format", "#size", "version", "artifact", "updated", "pinned"],
         [
             (
                 entry.name,
@@ -116,6 +117,7 @@ def list_(registry: Registry = REGISTRY, as_json: Json = False) -> None:
                 output.short(entry.current.version_digest),
                 output.short(entry.current.artifact_digest),
                 output.when(entry.update_time),
+                replicas_text(entry.pin_replicas),
             )
             for entry in adapters
         ],
@@ -132,6 +134,8 @@ def show(name: Name, registry: Registry = REGISTRY, as_json: Json = False) -> No
         output.print_json(adapter)
         return
     output.stdout().print(f"[bold]{escape(adapter.name)}[/] for base {escape(adapter.base_id)}")
+    if adapter.pin_replicas:
+        output.stdout().print(f"  pinned   on {replicas_text(adapter.pin_replicas)} of the base's workers")
     reports = {report.version_digest: report for report in adapter.reports}
     _print_version(
         adapter.current,

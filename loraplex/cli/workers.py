@@ -6,7 +6,7 @@ from loraplex.cli import output
 from loraplex.cli.app import new_group
 from loraplex.cli.options import ROUTER, Json, Router
 from loraplex.client import Client
-from loraplex.records import Worker
+from loraplex.records import Worker, WorkerAdapter
 
 app = new_group("Look at the workers.")
 
@@ -20,7 +20,18 @@ def list_(router: Router = ROUTER, as_json: Json = False) -> None:
         output.print_json({"workers": workers})
         return
     output.print_table(
-        ["worker", "address", "state", "#running", "#waiting", "#decode tok/s", "#free KV", "computes", "adapters"],
+        [
+            "worker",
+            "address",
+            "state",
+            "#running",
+            "#waiting",
+            "#decode tok/s",
+            "#free KV",
+            "computes",
+            "tiers",
+            "adapters",
+        ],
         [
             (
                 worker.worker_id or "?",
@@ -31,6 +42,7 @@ def list_(router: Router = ROUTER, as_json: Json = False) -> None:
                 f"{worker.decode_tokens_per_second:.1f}",
                 f"{worker.free_blocks}/{worker.total_blocks}",
                 computes(worker),
+                tiers(worker),
                 worker.error or _adapters(worker),
             )
             for worker in workers
@@ -47,8 +59,22 @@ def computes(worker: Worker) -> str:
     return f"{worker.device} {worker.dtype}" + (f", {worker.base_quantization} base" if quantized else "")
 
 
-def _adapters(worker: Worker) -> str:
+def tiers(worker: Worker) -> str:
+    """Return how full a worker's tiers of adapters are, for people; empty where it has not said."""
+    uses = (("device", worker.device_tier), ("host", worker.host_tier), ("disk", worker.disk_tier))
     return ", ".join(
-        f"{'/'.join(entry.names) or output.short(entry.artifact_digest)} ({'loading' if entry.loading else entry.tier})"
-        for entry in worker.adapters
+        f"{name} {output.size(use.used_bytes)}/{output.size(use.budget_bytes)}" for name, use in uses if use is not None
     )
+
+
+def _adapters(worker: Worker) -> str:
+    return ", ".join(_adapter(entry) for entry in worker.adapters)
+
+
+def _adapter(entry: WorkerAdapter) -> str:
+    facts = ["loading" if entry.loading else entry.tier]
+    if entry.pinned:
+        facts.append("pinned")
+    if entry.quarantine_reason:
+        facts.append(f"refused: {entry.quarantine_reason}")
+    return f"{'/'.join(entry.names) or output.short(entry.artifact_digest)} ({', '.join(facts)})"

@@ -27,6 +27,7 @@ from registry.service.messages import (
     report_messages,
 )
 from registry.service.missing import open_registered
+from registry.service.pinning import Pinning
 from registry.service.repacking import Repacking
 from registry.service.tasks import to_the_end
 from registry.service.uploads import Uploads
@@ -47,6 +48,7 @@ class Adapters(adapter_pb2_grpc.AdapterServiceServicer):
         artifacts: ArtifactFolder,
         uploads: Uploads,
         repacking: Repacking,
+        pinning: Pinning,
         watches: Watches,
         reserve: SpaceReserve,
     ) -> None:
@@ -54,6 +56,7 @@ class Adapters(adapter_pb2_grpc.AdapterServiceServicer):
         self._artifacts = artifacts
         self._uploads = uploads
         self._repacking = repacking
+        self._pinning = pinning
         self._watches = watches
         self._reserve = reserve
 
@@ -134,6 +137,10 @@ class Adapters(adapter_pb2_grpc.AdapterServiceServicer):
         return adapter_pb2.RecordEvaluationResponse(
             revision=transaction.revision, report=evaluation_message(record, version.base_digest)
         )
+
+    async def PinAdapter(self, request: adapter_pb2.PinAdapterRequest, context: Any) -> adapter_pb2.PinAdapterResponse:
+        """Pin an adapter to so many workers, or unpin it."""
+        return await self._pinning.pin(request)
 
     async def DeleteAdapter(
         self, request: adapter_pb2.DeleteAdapterRequest, context: Any

@@ -92,6 +92,7 @@ def adapter_message(adapter: AdapterRecord, *, old_versions: bool = True) -> ada
         versions=[version_message(version) for version in versions],
         create_time=timestamp(adapter.create_time_us),
         update_time=timestamp(adapter.update_time_us),
+        pin_replicas=adapter.pin_replicas,
     )
 
 

@@ -37,7 +37,9 @@ from loraplex.registry.v1 import adapter_pb2
 from registry.artifacts import ArtifactFolder
 from registry.base_folders import BaseFolders
 from registry.domain import AdapterRecord, check_adapter_name, check_same_base, cut_over
+from registry.limits import AdapterLimits, check_limits, check_room
 from registry.packing import PackedVersion, Wanted, make_version
+from registry.pins import with_listed_pin
 from registry.service.base_models import unknown_base
 from registry.service.messages import adapter_message, asked_format, report_message
 from registry.service.receiver import ReceivedFiles, UploadReceiver
@@ -76,6 +78,8 @@ class Uploads:
         self._retirement = retirement
         self._base_folders = BaseFolders(settings.base_folders, settings.state_dir / "cache")
         self._default_quantization = settings.default_quantization
+        self._pins = settings.pins
+        self._limits = settings.adapter_limits
         self._max_upload_bytes = settings.max_upload_bytes
         self._idle_timeout_s = settings.upload_idle_timeout_s
         self._num_places = settings.max_concurrent_uploads
@@ -129,7 +133,7 @@ class Uploads:
         manifest = await reader.manifest(base_id)
         if manifest is None:
             raise unknown_base(base_id, await reader.bases())
-        existing = await _check_name_is_free(reader, name, base_id)
+        existing = await _check_name_is_free(reader, name, base_id, self._limits)
         known_formats = {version.version_digest: version.format for version in existing.versions} if existing else {}
         return _Target(name, base_id, manifest, form, known_formats)
 
@@ -147,14 +151,15 @@ class Uploads:
         base: BaseLinears = read_linears(manifest_from_json(target.manifest))
         weights = partial(self._base_folders.weights, base.base_digest)
         validated = examine(files.config, files.weights, base, weights)
+        check_limits(validated.adapter, self._limits)
         default = target.known_formats.get(validated.adapter.version_digest, self._default_quantization)
         wanted = Wanted(target.asked_format or default, asked=bool(target.asked_format))
         return make_version(validated, wanted, base, folder, self._artifacts, time.time_ns() // 1000)
 
     async def _commit(self, target: _Target, packed: PackedVersion) -> adapter_pb2.UploadArtifactResponse:
         async with self._store.write() as transaction:
-            existing = await _check_name_is_free(transaction, target.name, target.base_id)
-            adapter = cut_over(existing, target.name, target.base_id, packed.version)
+            existing = await _check_name_is_free(transaction, target.name, target.base_id, self._limits)
+            adapter = with_listed_pin(cut_over(existing, target.name, target.base_id, packed.version), self._pins)
             # Also where nothing changes: an artifact that was lost comes back by registering it again.
             for digest, file in packed.files.items():
                 await asyncio.to_thread(self._artifacts.publish, file, digest)
@@ -206,11 +211,16 @@ class Uploads:
             await to_the_end(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
 
 
-async def _check_name_is_free(reader: Reader, name: str, base_id: str) -> AdapterRecord | None:
-    """Return the adapter that has the name. Refuse one that means something else: a base, an adapter of another."""
+async def _check_name_is_free(reader: Reader, name: str, base_id: str, limits: AdapterLimits) -> AdapterRecord | None:
+    """Return the adapter that has the name.
+
+    Refuse one that means something else, a base or an adapter of another, and a new one where no more may be.
+    """
     if await reader.base(name) is not None:
         raise AlreadyExists(f"{name} is the id of a base model; choose another name", field="name")
     existing = await reader.adapter(DEFAULT_TENANT, name)
-    if existing is not None:
+    if existing is None:
+        check_room(await reader.num_adapters(DEFAULT_TENANT), limits)
+    else:
         check_same_base(existing, base_id)
     return existing

@@ -40,12 +40,17 @@ def version(tag: str) -> adapter_pb2.AdapterVersion:
     return made
 
 
-def adapter_entry(name: str, *tags: str) -> adapter_pb2.CatalogEntry:
+def adapter_entry(name: str, *tags: str, pin_replicas: int = 0) -> adapter_pb2.CatalogEntry:
     """An adapter whose first tag is the current version."""
     versions = [version(tag) for tag in tags or (name,)]
     return adapter_pb2.CatalogEntry(
         adapter=adapter_pb2.Adapter(
-            tenant="default", name=name, base_id=BASE_ID, current=versions[0], versions=versions
+            tenant="default",
+            name=name,
+            base_id=BASE_ID,
+            current=versions[0],
+            versions=versions,
+            pin_replicas=pin_replicas,
         )
     )
 
@@ -138,6 +143,9 @@ class FakeRegistry(adapter_pb2_grpc.AdapterServiceServicer):
         raise NotImplementedError
 
     def RecordEvaluation(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
+    def PinAdapter(self, request: Any, context: Any) -> Any:
         raise NotImplementedError
 
     def DeleteAdapter(self, request: Any, context: Any) -> Any:

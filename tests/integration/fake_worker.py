@@ -13,7 +13,7 @@ from typing import Any
 from grpc import aio
 
 from common.rpc import Server
-from loraplex.errors import LoraplexError
+from loraplex.errors import FailedPrecondition, LoraplexError
 from loraplex.types.v1 import evaluation_pb2, generation_pb2
 from loraplex.worker.v1 import worker_pb2, worker_pb2_grpc
 from tests.integration.fake_registry import BASE
@@ -135,11 +135,19 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     in_flight: int = 0
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     status: dict[str, Any] = field(default_factory=dict)
+    held: dict[str, worker_pb2.AdapterResidency] = field(default_factory=dict)
+    """What LoadAdapter, PrefetchAdapter and PinAdapter brought here, by artifact digest; told in the status."""
+    told: list[tuple[str, str]] = field(default_factory=list)
+    """Those calls in the order they came: (what, artifact digest)."""
+    refuses: LoraplexError | None = None
+    """What those calls are refused with."""
 
     def __post_init__(self) -> None:
         self.accepts.set()
         self._server: Server | None = None
         self._ends_status = False
+        self._gone: set[str] = set()
+        self._num_restarts = 0
 
     @property
     def address(self) -> str:
@@ -167,6 +175,16 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             self.sequence += 1
             self.changed.notify_all()
 
+    async def restart_engine(self, epoch: str) -> None:
+        """Lose everything that was on the device, as an engine that was started anew."""
+        async with self.changed:
+            self.held.clear()
+            self._gone.clear()
+            self.epoch = epoch
+            self.sequence += 1
+            self._num_restarts += 1
+            self.changed.notify_all()
+
     async def end_status_streams(self) -> None:
         async with self.changed:
             self._ends_status = True
@@ -189,7 +207,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             "device": "cpu",
             "dtype": "float32",
             "base_quantization": "int8",
+            "removed_artifact_digests": [] if full else sorted(self._gone),
         } | self.status
+        fields["adapters"] = [*fields.get("adapters", ()), *self.held.values()]
         return worker_pb2.WatchStatusResponse(
             full=full,
             worker_id=self.worker_id,
@@ -202,7 +222,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def WatchStatus(
         self, request: worker_pb2.WatchStatusRequest, context: aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[worker_pb2.WatchStatusResponse]:
-        seen = self.sequence
+        seen, restarts = self.sequence, self._num_restarts
         yield self._message(full=True)
         while not self._ends_status:
             try:
@@ -211,8 +231,73 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             except TimeoutError:
                 pass
             if not self._ends_status:
-                seen = self.sequence
-                yield self._message(full=False)
+                full, seen, restarts = restarts != self._num_restarts, self.sequence, self._num_restarts
+                yield self._message(full=full)
+
+    async def LoadAdapter(
+        self, request: worker_pb2.LoadAdapterRequest, context: aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.LoadAdapterResponse:
+        tier = await self._hold("load", request.adapter, generation_pb2.ADAPTER_TIER_DEVICE)
+        return worker_pb2.LoadAdapterResponse(tier_hit=tier)
+
+    async def PrefetchAdapter(
+        self, request: worker_pb2.PrefetchAdapterRequest, context: aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.PrefetchAdapterResponse:
+        to = generation_pb2.ADAPTER_TIER_DEVICE if request.to_device else generation_pb2.ADAPTER_TIER_DISK
+        what = "to device" if request.to_device else "to disk"
+        return worker_pb2.PrefetchAdapterResponse(tier=await self._hold(what, request.adapter, to))
+
+    async def PinAdapter(
+        self, request: worker_pb2.PinAdapterRequest, context: aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.PinAdapterResponse:
+        if request.pinned:
+            tier = await self._hold("pin", request.adapter, generation_pb2.ADAPTER_TIER_DEVICE, pinned=True)
+        else:
+            tier = await self._hold("unpin", request.adapter, generation_pb2.ADAPTER_TIER_DEVICE, pinned=False)
+        return worker_pb2.PinAdapterResponse(tier=tier)
+
+    async def UnloadAdapter(
+        self, request: worker_pb2.UnloadAdapterRequest, context: aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.UnloadAdapterResponse:
+        digest = request.artifact_digest
+        self.told.append(("unload from disk" if request.from_disk else "unload", digest))
+        if self.refuses is not None:
+            raise self.refuses
+        known = self.held.get(digest)
+        if known is None:
+            return worker_pb2.UnloadAdapterResponse()
+        if known.pinned:
+            raise FailedPrecondition(f"{digest[:12]} is pinned")
+        async with self.changed:
+            if request.from_disk:
+                del self.held[digest]
+                self._gone.add(digest)
+            else:
+                known.tier = generation_pb2.ADAPTER_TIER_DISK
+            self.sequence += 1
+            self.changed.notify_all()
+        return worker_pb2.UnloadAdapterResponse(tier=generation_pb2.ADAPTER_TIER_DEVICE)
+
+    async def _hold(
+        self, what: str, adapter: worker_pb2.ResolvedAdapter, tier: int, *, pinned: bool | None = None
+    ) -> generation_pb2.AdapterTier.ValueType:
+        """Have the adapter in this tier at least; returns where it was."""
+        digest = adapter.artifact_digest
+        self.told.append((what, digest))
+        if self.refuses is not None:
+            raise self.refuses
+        async with self.changed:
+            known = self.held.setdefault(
+                digest,
+                worker_pb2.AdapterResidency(artifact_digest=digest, tier=generation_pb2.ADAPTER_TIER_SOURCE),
+            )
+            before = known.tier
+            known.tier = generation_pb2.AdapterTier.ValueType(min(before, tier))
+            known.pinned = known.pinned if pinned is None else pinned
+            self._gone.discard(digest)
+            self.sequence += 1
+            self.changed.notify_all()
+        return before
 
     async def EvaluateAdapter(
         self, request: worker_pb2.EvaluateAdapterRequest, context: aio.ServicerContext[Any, Any]

@@ -266,12 +266,15 @@ class Adapter(_message.Message):
     VERSIONS_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     UPDATE_TIME_FIELD_NUMBER: _builtins.int
+    PIN_REPLICAS_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     """Tenant that owns it."""
     name: _builtins.str
     """`[a-z0-9][a-z0-9._-]{0,62}`."""
     base_id: _builtins.str
     """Id of its base model."""
+    pin_replicas: _builtins.int
+    """On how many workers of its base it is kept whatever the demand; 0 where it is not pinned. 2147483647 is all."""
     @_builtins.property
     def current(self) -> Global___AdapterVersion:
         """The version that the bare name means."""
@@ -298,10 +301,11 @@ class Adapter(_message.Message):
         versions: _abc.Iterable[Global___AdapterVersion] | None = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
         update_time: _timestamp_pb2.Timestamp | None = ...,
+        pin_replicas: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "current", b"current", "update_time", b"update_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_id", b"base_id", "create_time", b"create_time", "current", b"current", "name", b"name", "tenant", b"tenant", "update_time", b"update_time", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_id", b"base_id", "create_time", b"create_time", "current", b"current", "name", b"name", "pin_replicas", b"pin_replicas", "tenant", b"tenant", "update_time", b"update_time", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1148,3 +1152,63 @@ class LoadFacts(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoadFacts: _TypeAlias = LoadFacts  # noqa: Y015
+
+@_typing.final
+class PinAdapterRequest(_message.Message):
+    """Asks to keep an adapter on workers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PIN_REPLICAS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The adapter's name."""
+    pin_replicas: _builtins.int
+    """On how many workers of its base: 0 lets go of it, 2147483647 is all. Unset is 1."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        pin_replicas: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_pin_replicas", b"_pin_replicas", "pin_replicas", b"pin_replicas"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pin_replicas", b"_pin_replicas", "name", b"name", "pin_replicas", b"pin_replicas"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__pin_replicas: _TypeAlias = _typing.Literal["pin_replicas"]  # noqa: Y015
+    _WhichOneofArgType__pin_replicas: _TypeAlias = _typing.Literal["_pin_replicas", b"_pin_replicas"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pin_replicas) -> _WhichOneofReturnType__pin_replicas | None: ...
+
+Global___PinAdapterRequest: _TypeAlias = PinAdapterRequest  # noqa: Y015
+
+@_typing.final
+class PinAdapterResponse(_message.Message):
+    """The pin is stored."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    CHANGED_FIELD_NUMBER: _builtins.int
+    revision: _builtins.int
+    """The registry's revision that contains it."""
+    changed: _builtins.bool
+    """False where it was pinned so already."""
+    @_builtins.property
+    def adapter(self) -> Global___Adapter:
+        """The adapter."""
+
+    def __init__(
+        self,
+        *,
+        adapter: Global___Adapter | None = ...,
+        revision: _builtins.int = ...,
+        changed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "changed", b"changed", "revision", b"revision"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinAdapterResponse: _TypeAlias = PinAdapterResponse  # noqa: Y015

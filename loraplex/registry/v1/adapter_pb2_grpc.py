@@ -65,6 +65,11 @@ class AdapterServiceStub:
                 request_serializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.RecordEvaluationRequest.SerializeToString,
                 response_deserializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.RecordEvaluationResponse.FromString,
                 _registered_method=True)
+        self.PinAdapter = channel.unary_unary(
+                '/loraplex.registry.v1.AdapterService/PinAdapter',
+                request_serializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.PinAdapterRequest.SerializeToString,
+                response_deserializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.PinAdapterResponse.FromString,
+                _registered_method=True)
         self.DeleteAdapter = channel.unary_unary(
                 '/loraplex.registry.v1.AdapterService/DeleteAdapter',
                 request_serializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.DeleteAdapterRequest.SerializeToString,
@@ -126,6 +131,14 @@ class AdapterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PinAdapter(self, request, context):
+        """Has workers keep an adapter whatever the demand, or no longer. Routers hear of it by Watch and see to it. A pin is of
+        the name: a new current version takes the old one's place.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteAdapter(self, request, context):
         """Deletes an adapter with its versions.
         """
@@ -174,6 +187,11 @@ def add_AdapterServiceServicer_to_server(servicer, server):
                     servicer.RecordEvaluation,
                     request_deserializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.RecordEvaluationRequest.FromString,
                     response_serializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.RecordEvaluationResponse.SerializeToString,
+            ),
+            'PinAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinAdapter,
+                    request_deserializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.PinAdapterRequest.FromString,
+                    response_serializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.PinAdapterResponse.SerializeToString,
             ),
             'DeleteAdapter': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteAdapter,
@@ -349,6 +367,33 @@ class AdapterService:
             '/loraplex.registry.v1.AdapterService/RecordEvaluation',
             loraplex_dot_registry_dot_v1_dot_adapter__pb2.RecordEvaluationRequest.SerializeToString,
             loraplex_dot_registry_dot_v1_dot_adapter__pb2.RecordEvaluationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/loraplex.registry.v1.AdapterService/PinAdapter',
+            loraplex_dot_registry_dot_v1_dot_adapter__pb2.PinAdapterRequest.SerializeToString,
+            loraplex_dot_registry_dot_v1_dot_adapter__pb2.PinAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

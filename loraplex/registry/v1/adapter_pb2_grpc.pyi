@@ -50,6 +50,10 @@ class AdapterServiceStub:
     """
     RecordEvaluation: _grpc.UnaryUnaryMultiCallable[_adapter_pb2.RecordEvaluationRequest, _adapter_pb2.RecordEvaluationResponse]
     """Stores what a worker measured of an artifact of an adapter's version; it replaces what was stored of that artifact."""
+    PinAdapter: _grpc.UnaryUnaryMultiCallable[_adapter_pb2.PinAdapterRequest, _adapter_pb2.PinAdapterResponse]
+    """Has workers keep an adapter whatever the demand, or no longer. Routers hear of it by Watch and see to it. A pin is of
+    the name: a new current version takes the old one's place.
+    """
     DeleteAdapter: _grpc.UnaryUnaryMultiCallable[_adapter_pb2.DeleteAdapterRequest, _adapter_pb2.DeleteAdapterResponse]
     """Deletes an adapter with its versions."""
     Watch: _grpc.UnaryStreamMultiCallable[_adapter_pb2.WatchRequest, _adapter_pb2.WatchResponse]
@@ -80,6 +84,10 @@ class AdapterServiceAsyncStub(AdapterServiceStub):
     """
     RecordEvaluation: _aio.UnaryUnaryMultiCallable[_adapter_pb2.RecordEvaluationRequest, _adapter_pb2.RecordEvaluationResponse]  # type: ignore[assignment]
     """Stores what a worker measured of an artifact of an adapter's version; it replaces what was stored of that artifact."""
+    PinAdapter: _aio.UnaryUnaryMultiCallable[_adapter_pb2.PinAdapterRequest, _adapter_pb2.PinAdapterResponse]  # type: ignore[assignment]
+    """Has workers keep an adapter whatever the demand, or no longer. Routers hear of it by Watch and see to it. A pin is of
+    the name: a new current version takes the old one's place.
+    """
     DeleteAdapter: _aio.UnaryUnaryMultiCallable[_adapter_pb2.DeleteAdapterRequest, _adapter_pb2.DeleteAdapterResponse]  # type: ignore[assignment]
     """Deletes an adapter with its versions."""
     Watch: _aio.UnaryStreamMultiCallable[_adapter_pb2.WatchRequest, _adapter_pb2.WatchResponse]  # type: ignore[assignment]
@@ -143,6 +151,16 @@ class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_adapter_pb2.RecordEvaluationResponse, _abc.Awaitable[_adapter_pb2.RecordEvaluationResponse]]:
         """Stores what a worker measured of an artifact of an adapter's version; it replaces what was stored of that artifact."""
+
+    @_abc_1.abstractmethod
+    def PinAdapter(
+        self,
+        request: _adapter_pb2.PinAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_adapter_pb2.PinAdapterResponse, _abc.Awaitable[_adapter_pb2.PinAdapterResponse]]:
+        """Has workers keep an adapter whatever the demand, or no longer. Routers hear of it by Watch and see to it. A pin is of
+        the name: a new current version takes the old one's place.
+        """
 
     @_abc_1.abstractmethod
     def DeleteAdapter(

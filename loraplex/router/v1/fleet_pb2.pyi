@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from loraplex.types.v1 import evaluation_pb2 as _evaluation_pb2
 from loraplex.types.v1 import generation_pb2 as _generation_pb2
@@ -32,6 +33,10 @@ class WorkerAdapter(_message.Message):
     TIER_FIELD_NUMBER: _builtins.int
     LOADING_FIELD_NUMBER: _builtins.int
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    ARTIFACT_BYTES_FIELD_NUMBER: _builtins.int
+    QUARANTINE_REASON_FIELD_NUMBER: _builtins.int
+    QUARANTINE_END_TIME_FIELD_NUMBER: _builtins.int
     artifact_digest: _builtins.str
     """Digest of the artifact, lower-case hex SHA-256."""
     tier: _generation_pb2.AdapterTier.ValueType
@@ -40,9 +45,19 @@ class WorkerAdapter(_message.Message):
     """It is on its way to a faster tier."""
     in_flight: _builtins.int
     """Requests in flight that use it."""
+    pinned: _builtins.bool
+    """It is kept whatever the demand."""
+    artifact_bytes: _builtins.int
+    """Size in bytes; 0 where the worker has not said."""
+    quarantine_reason: _builtins.str
+    """Why requests for it are refused: a stable reason. Empty where they are not."""
     @_builtins.property
     def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names in the catalog whose current version it is; empty where none is."""
+
+    @_builtins.property
+    def quarantine_end_time(self) -> _timestamp_pb2.Timestamp:
+        """When the worker tries it again, where requests are refused."""
 
     def __init__(
         self,
@@ -52,10 +67,14 @@ class WorkerAdapter(_message.Message):
         tier: _generation_pb2.AdapterTier.ValueType = ...,
         loading: _builtins.bool = ...,
         in_flight: _builtins.int = ...,
+        pinned: _builtins.bool = ...,
+        artifact_bytes: _builtins.int = ...,
+        quarantine_reason: _builtins.str = ...,
+        quarantine_end_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["quarantine_end_time", b"quarantine_end_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["artifact_digest", b"artifact_digest", "in_flight", b"in_flight", "loading", b"loading", "names", b"names", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["artifact_bytes", b"artifact_bytes", "artifact_digest", b"artifact_digest", "in_flight", b"in_flight", "loading", b"loading", "names", b"names", "pinned", b"pinned", "quarantine_end_time", b"quarantine_end_time", "quarantine_reason", b"quarantine_reason", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -85,6 +104,9 @@ class Worker(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     BASE_QUANTIZATION_FIELD_NUMBER: _builtins.int
+    DEVICE_TIER_FIELD_NUMBER: _builtins.int
+    HOST_TIER_FIELD_NUMBER: _builtins.int
+    DISK_TIER_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name."""
     address: _builtins.str
@@ -125,6 +147,18 @@ class Worker(_message.Message):
     def status_age(self) -> _duration_pb2.Duration:
         """Time since the last status message."""
 
+    @_builtins.property
+    def device_tier(self) -> Global___TierUse:
+        """What adapters take on the device; unset where it has not said."""
+
+    @_builtins.property
+    def host_tier(self) -> Global___TierUse:
+        """What adapters take in page-locked host memory; unset where there is none."""
+
+    @_builtins.property
+    def disk_tier(self) -> Global___TierUse:
+        """What adapters take in the disk cache; unset where it has not said."""
+
     def __init__(
         self,
         *,
@@ -146,10 +180,13 @@ class Worker(_message.Message):
         device: _builtins.str = ...,
         dtype: _builtins.str = ...,
         base_quantization: _builtins.str = ...,
+        device_tier: Global___TierUse | None = ...,
+        host_tier: Global___TierUse | None = ...,
+        disk_tier: Global___TierUse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["status_age", b"status_age"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["device_tier", b"device_tier", "disk_tier", b"disk_tier", "host_tier", b"host_tier", "status_age", b"status_age"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "base_digest", b"base_digest", "base_quantization", b"base_quantization", "decode_tokens_per_second", b"decode_tokens_per_second", "device", b"device", "dtype", b"dtype", "epoch", b"epoch", "error", b"error", "free_blocks", b"free_blocks", "prefill_tokens_per_second", b"prefill_tokens_per_second", "queued_prefill_tokens", b"queued_prefill_tokens", "running_requests", b"running_requests", "state", b"state", "status_age", b"status_age", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "base_digest", b"base_digest", "base_quantization", b"base_quantization", "decode_tokens_per_second", b"decode_tokens_per_second", "device", b"device", "device_tier", b"device_tier", "disk_tier", b"disk_tier", "dtype", b"dtype", "epoch", b"epoch", "error", b"error", "free_blocks", b"free_blocks", "host_tier", b"host_tier", "prefill_tokens_per_second", b"prefill_tokens_per_second", "queued_prefill_tokens", b"queued_prefill_tokens", "running_requests", b"running_requests", "state", b"state", "status_age", b"status_age", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -274,3 +311,239 @@ class EvaluateAdapterResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___EvaluateAdapterResponse: _TypeAlias = EvaluateAdapterResponse  # noqa: Y015
+
+@_typing.final
+class TierUse(_message.Message):
+    """How full a tier of a worker is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    BUDGET_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_ADAPTERS_FIELD_NUMBER: _builtins.int
+    used_bytes: _builtins.int
+    """Bytes of the adapters in it."""
+    budget_bytes: _builtins.int
+    """Most bytes that it holds."""
+    num_adapters: _builtins.int
+    """Adapters in it."""
+    def __init__(
+        self,
+        *,
+        used_bytes: _builtins.int = ...,
+        budget_bytes: _builtins.int = ...,
+        num_adapters: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "num_adapters", b"num_adapters", "used_bytes", b"used_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierUse: _TypeAlias = TierUse  # noqa: Y015
+
+@_typing.final
+class PrefetchAdapterRequest(_message.Message):
+    """Asks for an adapter ahead of its requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    NUM_WORKERS_FIELD_NUMBER: _builtins.int
+    TO_DEVICE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The adapter: NAME or NAME@DIGEST-PREFIX."""
+    worker_id: _builtins.str
+    """Which worker; empty leaves it to the router, which takes those that requests would go to."""
+    num_workers: _builtins.int
+    """How many workers the router takes, no more than there are; 0 means 1."""
+    to_device: _builtins.bool
+    """Bring it to the device too, if there is room beside what is in use."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        worker_id: _builtins.str = ...,
+        num_workers: _builtins.int = ...,
+        to_device: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "num_workers", b"num_workers", "to_device", b"to_device", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefetchAdapterRequest: _TypeAlias = PrefetchAdapterRequest  # noqa: Y015
+
+@_typing.final
+class AdapterOutcome(_message.Message):
+    """What became of a call at one worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    LOAD_TIME_FIELD_NUMBER: _builtins.int
+    ERROR_REASON_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The worker."""
+    tier: _generation_pb2.AdapterTier.ValueType
+    """Where the adapter is now; for a load and an unload where it was. Unspecified where it was nowhere."""
+    error_reason: _builtins.str
+    """Stable reason of a refusal; empty where the worker did it."""
+    error: _builtins.str
+    """The refusal in words."""
+    @_builtins.property
+    def load_time(self) -> _duration_pb2.Duration:
+        """How long a load took; unset for other calls."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        tier: _generation_pb2.AdapterTier.ValueType = ...,
+        load_time: _duration_pb2.Duration | None = ...,
+        error_reason: _builtins.str = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load_time", b"load_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "error_reason", b"error_reason", "load_time", b"load_time", "tier", b"tier", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterOutcome: _TypeAlias = AdapterOutcome  # noqa: Y015
+
+@_typing.final
+class PrefetchAdapterResponse(_message.Message):
+    """The adapter is on its way."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUTCOMES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterOutcome]:
+        """One per worker that was asked."""
+
+    def __init__(
+        self,
+        *,
+        outcomes: _abc.Iterable[Global___AdapterOutcome] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcomes", b"outcomes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefetchAdapterResponse: _TypeAlias = PrefetchAdapterResponse  # noqa: Y015
+
+@_typing.final
+class LoadAdapterRequest(_message.Message):
+    """Asks for an adapter on the device."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    NUM_WORKERS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The adapter: NAME or NAME@DIGEST-PREFIX."""
+    worker_id: _builtins.str
+    """Which worker; empty leaves it to the router, which takes those that requests would go to."""
+    num_workers: _builtins.int
+    """How many workers the router takes, no more than there are; 0 means 1."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        worker_id: _builtins.str = ...,
+        num_workers: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "num_workers", b"num_workers", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapterRequest: _TypeAlias = LoadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class LoadAdapterResponse(_message.Message):
+    """The adapter is on the device."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUTCOMES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterOutcome]:
+        """One per worker that was asked."""
+
+    def __init__(
+        self,
+        *,
+        outcomes: _abc.Iterable[Global___AdapterOutcome] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcomes", b"outcomes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapterResponse: _TypeAlias = LoadAdapterResponse  # noqa: Y015
+
+@_typing.final
+class UnloadAdapterRequest(_message.Message):
+    """Asks to let go of an adapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    FROM_DISK_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The adapter: NAME or NAME@DIGEST-PREFIX."""
+    worker_id: _builtins.str
+    """Which worker; empty asks all that hold it."""
+    from_disk: _builtins.bool
+    """Remove it from the disk cache too."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        worker_id: _builtins.str = ...,
+        from_disk: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_disk", b"from_disk", "name", b"name", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapterRequest: _TypeAlias = UnloadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class UnloadAdapterResponse(_message.Message):
+    """The adapter is no longer there."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUTCOMES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterOutcome]:
+        """One per worker that was asked; none where no worker held it."""
+
+    def __init__(
+        self,
+        *,
+        outcomes: _abc.Iterable[Global___AdapterOutcome] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcomes", b"outcomes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapterResponse: _TypeAlias = UnloadAdapterResponse  # noqa: Y015

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class FleetServiceStub:
-    """What this router knows of its workers. For operators.
+    """What this router knows of its workers, and what it has them do. For operators.
     """
 
     def __init__(self, channel):
@@ -45,10 +45,25 @@ class FleetServiceStub:
                 request_serializer=loraplex_dot_router_dot_v1_dot_fleet__pb2.EvaluateAdapterRequest.SerializeToString,
                 response_deserializer=loraplex_dot_router_dot_v1_dot_fleet__pb2.EvaluateAdapterResponse.FromString,
                 _registered_method=True)
+        self.PrefetchAdapter = channel.unary_unary(
+                '/loraplex.router.v1.FleetService/PrefetchAdapter',
+                request_serializer=loraplex_dot_router_dot_v1_dot_fleet__pb2.PrefetchAdapterRequest.SerializeToString,
+                response_deserializer=loraplex_dot_router_dot_v1_dot_fleet__pb2.PrefetchAdapterResponse.FromString,
+                _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/loraplex.router.v1.FleetService/LoadAdapter',
+                request_serializer=loraplex_dot_router_dot_v1_dot_fleet__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=loraplex_dot_router_dot_v1_dot_fleet__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/loraplex.router.v1.FleetService/UnloadAdapter',
+                request_serializer=loraplex_dot_router_dot_v1_dot_fleet__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=loraplex_dot_router_dot_v1_dot_fleet__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class FleetServiceServicer:
-    """What this router knows of its workers. For operators.
+    """What this router knows of its workers, and what it has them do. For operators.
     """
 
     def ListWorkers(self, request, context):
@@ -61,6 +76,28 @@ class FleetServiceServicer:
     def EvaluateAdapter(self, request, context):
         """Has a worker measure what quantizing an adapter version cost end to end. The stream is progress* evaluation. The
         call's deadline is the evaluation's; nothing is stored.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PrefetchAdapter(self, request, context):
+        """Has workers bring an adapter into their disk cache, and on to the device if asked, without waiting for it. Where
+        several are asked, each has an outcome of its own; the call fails where all do.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadAdapter(self, request, context):
+        """Has workers bring an adapter to their device, and answers when it is there. Outcomes as for PrefetchAdapter.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Has workers take an adapter off their device, and out of the disk cache if asked. Outcomes as for PrefetchAdapter.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -79,6 +116,21 @@ def add_FleetServiceServicer_to_server(servicer, server):
                     request_deserializer=loraplex_dot_router_dot_v1_dot_fleet__pb2.EvaluateAdapterRequest.FromString,
                     response_serializer=loraplex_dot_router_dot_v1_dot_fleet__pb2.EvaluateAdapterResponse.SerializeToString,
             ),
+            'PrefetchAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.PrefetchAdapter,
+                    request_deserializer=loraplex_dot_router_dot_v1_dot_fleet__pb2.PrefetchAdapterRequest.FromString,
+                    response_serializer=loraplex_dot_router_dot_v1_dot_fleet__pb2.PrefetchAdapterResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=loraplex_dot_router_dot_v1_dot_fleet__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=loraplex_dot_router_dot_v1_dot_fleet__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=loraplex_dot_router_dot_v1_dot_fleet__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=loraplex_dot_router_dot_v1_dot_fleet__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'loraplex.router.v1.FleetService', rpc_method_handlers)
@@ -88,7 +140,7 @@ def add_FleetServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class FleetService:
-    """What this router knows of its workers. For operators.
+    """What this router knows of its workers, and what it has them do. For operators.
     """
 
     @staticmethod
@@ -135,6 +187,87 @@ class FleetService:
             '/loraplex.router.v1.FleetService/EvaluateAdapter',
             loraplex_dot_router_dot_v1_dot_fleet__pb2.EvaluateAdapterRequest.SerializeToString,
             loraplex_dot_router_dot_v1_dot_fleet__pb2.EvaluateAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PrefetchAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/loraplex.router.v1.FleetService/PrefetchAdapter',
+            loraplex_dot_router_dot_v1_dot_fleet__pb2.PrefetchAdapterRequest.SerializeToString,
+            loraplex_dot_router_dot_v1_dot_fleet__pb2.PrefetchAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/loraplex.router.v1.FleetService/LoadAdapter',
+            loraplex_dot_router_dot_v1_dot_fleet__pb2.LoadAdapterRequest.SerializeToString,
+            loraplex_dot_router_dot_v1_dot_fleet__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/loraplex.router.v1.FleetService/UnloadAdapter',
+            loraplex_dot_router_dot_v1_dot_fleet__pb2.UnloadAdapterRequest.SerializeToString,
+            loraplex_dot_router_dot_v1_dot_fleet__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

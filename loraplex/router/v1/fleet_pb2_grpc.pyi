@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class FleetServiceStub:
-    """What this router knows of its workers. For operators."""
+    """What this router knows of its workers, and what it has them do. For operators."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -39,10 +39,18 @@ class FleetServiceStub:
     """Has a worker measure what quantizing an adapter version cost end to end. The stream is progress* evaluation. The
     call's deadline is the evaluation's; nothing is stored.
     """
+    PrefetchAdapter: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.PrefetchAdapterRequest, _fleet_pb2.PrefetchAdapterResponse]
+    """Has workers bring an adapter into their disk cache, and on to the device if asked, without waiting for it. Where
+    several are asked, each has an outcome of its own; the call fails where all do.
+    """
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.LoadAdapterRequest, _fleet_pb2.LoadAdapterResponse]
+    """Has workers bring an adapter to their device, and answers when it is there. Outcomes as for PrefetchAdapter."""
+    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.UnloadAdapterRequest, _fleet_pb2.UnloadAdapterResponse]
+    """Has workers take an adapter off their device, and out of the disk cache if asked. Outcomes as for PrefetchAdapter."""
 
 @_typing.type_check_only
 class FleetServiceAsyncStub(FleetServiceStub):
-    """What this router knows of its workers. For operators."""
+    """What this router knows of its workers, and what it has them do. For operators."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListWorkers: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListWorkersRequest, _fleet_pb2.ListWorkersResponse]  # type: ignore[assignment]
@@ -51,9 +59,17 @@ class FleetServiceAsyncStub(FleetServiceStub):
     """Has a worker measure what quantizing an adapter version cost end to end. The stream is progress* evaluation. The
     call's deadline is the evaluation's; nothing is stored.
     """
+    PrefetchAdapter: _aio.UnaryUnaryMultiCallable[_fleet_pb2.PrefetchAdapterRequest, _fleet_pb2.PrefetchAdapterResponse]  # type: ignore[assignment]
+    """Has workers bring an adapter into their disk cache, and on to the device if asked, without waiting for it. Where
+    several are asked, each has an outcome of its own; the call fails where all do.
+    """
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_fleet_pb2.LoadAdapterRequest, _fleet_pb2.LoadAdapterResponse]  # type: ignore[assignment]
+    """Has workers bring an adapter to their device, and answers when it is there. Outcomes as for PrefetchAdapter."""
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_fleet_pb2.UnloadAdapterRequest, _fleet_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
+    """Has workers take an adapter off their device, and out of the disk cache if asked. Outcomes as for PrefetchAdapter."""
 
 class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
-    """What this router knows of its workers. For operators."""
+    """What this router knows of its workers, and what it has them do. For operators."""
 
     @_abc_1.abstractmethod
     def ListWorkers(
@@ -72,5 +88,31 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         """Has a worker measure what quantizing an adapter version cost end to end. The stream is progress* evaluation. The
         call's deadline is the evaluation's; nothing is stored.
         """
+
+    @_abc_1.abstractmethod
+    def PrefetchAdapter(
+        self,
+        request: _fleet_pb2.PrefetchAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.PrefetchAdapterResponse, _abc.Awaitable[_fleet_pb2.PrefetchAdapterResponse]]:
+        """Has workers bring an adapter into their disk cache, and on to the device if asked, without waiting for it. Where
+        several are asked, each has an outcome of its own; the call fails where all do.
+        """
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _fleet_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.LoadAdapterResponse, _abc.Awaitable[_fleet_pb2.LoadAdapterResponse]]:
+        """Has workers bring an adapter to their device, and answers when it is there. Outcomes as for PrefetchAdapter."""
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _fleet_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.UnloadAdapterResponse, _abc.Awaitable[_fleet_pb2.UnloadAdapterResponse]]:
+        """Has workers take an adapter off their device, and out of the disk cache if asked. Outcomes as for PrefetchAdapter."""
 
 def add_FleetServiceServicer_to_server(servicer: FleetServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from google.protobuf import timestamp_pb2
 from grpc import aio
 
 from common.rpc import Server
@@ -18,6 +19,7 @@ from loraplex.errors import (
     AdapterNotFound,
     AlreadyExists,
     CatalogBehind,
+    FailedPrecondition,
     LoraplexError,
     ModelNotFound,
     Unauthenticated,
@@ -58,6 +60,8 @@ class FakeCluster(
     adapters: dict[str, adapter_pb2.Adapter] = field(default_factory=dict)
     bases: dict[str, base_model_pb2.BaseModel] = field(default_factory=dict)
     uploads: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    steered: list[Any] = field(default_factory=list)
+    """Calls that say where an adapter shall be."""
     requests: list[inference_pb2.GenerateRequest] = field(default_factory=list)
     metadata: list[dict[str, str]] = field(default_factory=list)
     remaining_s: list[float] = field(default_factory=list)
@@ -115,7 +119,41 @@ class FakeCluster(
         worker = fleet_pb2.Worker(worker_id="w0", address="127.0.0.1:1", state="serving", total_blocks=9)
         worker.device, worker.dtype, worker.base_quantization = "cpu", "bfloat16", "int8"
         worker.adapters.add(artifact_digest="a" * 64, names=["sql"], tier=generation_pb2.ADAPTER_TIER_DEVICE)
+        worker.adapters.add(
+            artifact_digest="c" * 64,
+            names=["bad"],
+            tier=generation_pb2.ADAPTER_TIER_DISK,
+            pinned=True,
+            quarantine_reason="CORRUPT_ARTIFACT",
+            quarantine_end_time=timestamp_pb2.Timestamp(seconds=60),
+        )
+        worker.device_tier.used_bytes, worker.device_tier.budget_bytes = 1_500_000, 64_000_000
+        worker.disk_tier.used_bytes, worker.disk_tier.budget_bytes = 2_000, 10**9
         return fleet_pb2.ListWorkersResponse(workers=[worker])
+
+    async def PrefetchAdapter(self, request, context) -> fleet_pb2.PrefetchAdapterResponse:
+        """One outcome per worker asked; the third one refuses."""
+        self.steered.append(request)
+        names = [request.worker_id] if request.worker_id else [f"w{i}" for i in range(request.num_workers)]
+        outcomes = [fleet_pb2.AdapterOutcome(worker_id=name, tier=generation_pb2.ADAPTER_TIER_SOURCE) for name in names]
+        if len(outcomes) > 2:
+            outcomes[2] = fleet_pb2.AdapterOutcome(worker_id="w2", error_reason="NO_SPACE", error="the disk is full")
+        return fleet_pb2.PrefetchAdapterResponse(outcomes=outcomes)
+
+    async def LoadAdapter(self, request, context) -> fleet_pb2.LoadAdapterResponse:
+        self.steered.append(request)
+        outcome = fleet_pb2.AdapterOutcome(worker_id="w0", tier=generation_pb2.ADAPTER_TIER_DISK)
+        outcome.load_time.FromMilliseconds(20)
+        return fleet_pb2.LoadAdapterResponse(outcomes=[outcome])
+
+    async def UnloadAdapter(self, request, context) -> fleet_pb2.UnloadAdapterResponse:
+        self.steered.append(request)
+        if request.name == "nowhere":
+            return fleet_pb2.UnloadAdapterResponse()
+        if request.name == "pinned":
+            raise FailedPrecondition("it is pinned")
+        outcome = fleet_pb2.AdapterOutcome(worker_id="w0", tier=generation_pb2.ADAPTER_TIER_DEVICE)
+        return fleet_pb2.UnloadAdapterResponse(outcomes=[outcome])
 
     async def EvaluateAdapter(self, request, context) -> AsyncIterator[fleet_pb2.EvaluateAdapterResponse]:
         """Tells progress, then figures; `evaluation_error` in the place of the latter."""
@@ -232,6 +270,15 @@ class FakeCluster(
     async def ListAdapters(self, request, context) -> adapter_pb2.ListAdaptersResponse:
         page, token = self._page(list(self.adapters.values()), request.page_token)
         return adapter_pb2.ListAdaptersResponse(adapters=page, next_page_token=token)
+
+    async def PinAdapter(self, request, context) -> adapter_pb2.PinAdapterResponse:
+        if request.name not in self.adapters:
+            raise AdapterNotFound(f"there is no adapter {request.name}")
+        adapter = self.adapters[request.name]
+        changed = adapter.pin_replicas != request.pin_replicas
+        self.revision += changed
+        adapter.pin_replicas = request.pin_replicas
+        return adapter_pb2.PinAdapterResponse(adapter=adapter, revision=self.revision, changed=changed)
 
     async def DeleteAdapter(self, request, context) -> adapter_pb2.DeleteAdapterResponse:
         if self.adapters.pop(request.name, None) is None:

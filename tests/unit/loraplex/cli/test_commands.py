@@ -2,48 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import shutil
 import socket
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 
-from loraplex.cli.__main__ import main
 from loraplex.errors import QueueFull
-
-
-@dataclass
-class Ran:
-    code: int
-    out: str
-    err: str
-
-    def json(self):
-        return json.loads(self.out)
-
-
-@pytest.fixture
-def run(fake_cluster, monkeypatch, capsys) -> Callable[..., Ran]:
-    """Run `loraplex ARGUMENT...` against the fake cluster, with `stdin` piped in."""
-    monkeypatch.setenv("LORAPLEX_ROUTER", fake_cluster.address)
-    monkeypatch.setenv("LORAPLEX_REGISTRY", fake_cluster.address)
-    monkeypatch.delenv("FORCE_COLOR", raising=False)
-
-    def run(*arguments: object, stdin: str = "") -> Ran:
-        monkeypatch.setattr(sys, "argv", ["loraplex", *map(str, arguments)])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as exit_:
-            main()
-        captured = capsys.readouterr()
-        return Ran(int(exit_.value.code or 0), captured.out, captured.err)
-
-    return run
 
 
 def test_generate_streams_the_answer_and_nothing_else(run, fake_cluster):
@@ -338,7 +304,8 @@ def test_an_interrupt_exits_130_and_cancels_the_request(run, fake_cluster, monke
 
 @pytest.mark.parametrize(
     "command", ["up", "demo", "generate", "chat", "models", "version", "adapter add", "adapter list", "adapter show",
-                "adapter evaluate", "adapter repack", "adapter rm", "base add", "base list", "worker list"],
+                "adapter evaluate", "adapter repack", "adapter rm", "adapter pin", "adapter unpin", "adapter prefetch",
+                "adapter unload", "base add", "base list", "worker list"],
 )  # fmt: skip
 def test_every_command_has_help_and_json(run, command):
     ran = run(*command.split(), "--help")

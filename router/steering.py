@@ -1,0 +1,103 @@
+"""Tells workers, unasked, what adapters to keep and to fetch: the driver of what `pins` decides.
+
+Owns the calls in flight. Looks when the catalog or a worker's residency has changed, when a call ends, and when time
+alone makes something due.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import structlog
+
+from loraplex.errors import LoraplexError
+from loraplex.worker.v1 import worker_pb2, worker_pb2_grpc
+from router.catalog import Catalog
+from router.fleet import Fleet
+from router.forward import to_worker_adapter
+from router.orders import Deliveries, Kind, Order
+from router.pins import PinPlanner, desired_pins
+from router.worker_calls import answer_of
+
+log = structlog.get_logger(__name__)
+
+CALL_TIMEOUT_S: Final = 15.0
+"""Workers answer at once: what is fetched is fetched afterwards."""
+
+_GATHER_S: Final = 0.1  # a burst of changes is looked at once
+
+
+class Steering:
+    """Keeps workers as they shall be while `run` runs. `clock` returns monotonic seconds."""
+
+    def __init__(self, catalog: Catalog, fleet: Fleet, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._catalog = catalog
+        self._fleet = fleet
+        self._clock = clock
+        self._pins = PinPlanner()
+        self._deliveries = Deliveries()
+        self._ended = asyncio.Event()
+
+    async def run(self) -> None:
+        """Steer until cancelled."""
+        await self._catalog.ready.wait()
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                changes = (self._catalog.changed, self._fleet.changed, self._ended)
+                again_s = self._look(tasks)
+                await _any_of(changes, None if again_s is None else max(0.0, again_s - self._clock()))
+                await asyncio.sleep(_GATHER_S)
+
+    def _look(self, tasks: asyncio.TaskGroup) -> float | None:
+        """Send what is due; return when to look again though nothing changes."""
+        if not self._fleet.is_surveyed:
+            return None  # an adapter's place among half of the workers would not be its place
+        now_s = self._clock()
+        pins = desired_pins(self._catalog.snapshot.adapters.values())
+        plan = self._pins.plan(pins, self._fleet.views(), now_s, in_step=self._catalog.in_step)
+        self._ended.clear()
+        due, again_s = self._deliveries.begin(plan.orders, now_s)
+        for order in due:
+            tasks.create_task(self._send(order, self._fleet.stub(order.address)))
+        return min((at_s for at_s in (plan.again_s, again_s) if at_s is not None), default=None)
+
+    async def _send(self, order: Order, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
+        where = {"worker_id": order.worker_id, "artifact": order.version.artifact_digest[:12]}
+        try:
+            await self._call(order, stub)
+        except LoraplexError as error:
+            log.warning("steering.refused", what=order.kind.value, **where, reason=error.reason, error=str(error))
+        else:
+            log.info("steering.told", what=order.kind.value, **where)
+        finally:
+            self._deliveries.end(order, self._clock())
+            self._ended.set()
+
+    async def _call(self, order: Order, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
+        options: Any = {"timeout": CALL_TIMEOUT_S, "metadata": self._fleet.credentials}
+        adapter = to_worker_adapter(order.version)
+        call: Any
+        match order.kind:
+            case Kind.PIN | Kind.UNPIN:
+                is_pin = order.kind is Kind.PIN
+                request = worker_pb2.PinAdapterRequest(base_digest=order.base_digest, adapter=adapter, pinned=is_pin)
+                call = stub.PinAdapter(request, **options)
+            case Kind.TO_DISK | Kind.TO_DEVICE:
+                to_device = order.kind is Kind.TO_DEVICE
+                prefetch = worker_pb2.PrefetchAdapterRequest(
+                    base_digest=order.base_digest, adapter=adapter, to_device=to_device
+                )
+                call = stub.PrefetchAdapter(prefetch, **options)
+        await answer_of(call, order.worker_id)
+
+
+async def _any_of(events: tuple[asyncio.Event, ...], timeout_s: float | None) -> None:
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
