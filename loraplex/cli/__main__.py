@@ -11,6 +11,7 @@ from loraplex.cli.chat import chat
 from loraplex.cli.demo import demo
 from loraplex.cli.generate import generate
 from loraplex.cli.models import models
+from loraplex.cli.plan import plan
 from loraplex.cli.up import up
 from loraplex.cli.version import version
 
@@ -24,6 +25,7 @@ app.add_typer(bases.app, name="base")
 app.add_typer(keys.app, name="key")
 app.add_typer(workers.app, name="worker")
 app.command()(models)
+app.command()(plan)
 app.command()(version)
 
 
