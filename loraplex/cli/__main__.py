@@ -10,6 +10,7 @@ from loraplex.cli.app import new_group
 from loraplex.cli.chat import chat
 from loraplex.cli.demo import demo
 from loraplex.cli.generate import generate
+from loraplex.cli.merge import merge
 from loraplex.cli.models import models
 from loraplex.cli.plan import plan
 from loraplex.cli.up import up
@@ -20,6 +21,7 @@ app.command()(up)
 app.command()(demo)
 app.command()(generate)
 app.command()(chat)
+adapters.app.command()(merge)
 app.add_typer(adapters.app, name="adapter")
 app.add_typer(bases.app, name="base")
 app.add_typer(keys.app, name="key")
