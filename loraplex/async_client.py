@@ -12,6 +12,7 @@ from grpc import aio
 from loraplex import wire
 from loraplex.calls import CHANNEL_OPTIONS, DEFAULT_REGISTRY, DEFAULT_ROUTER, PAGE_SIZE, Page, Peer, Timeouts
 from loraplex.credentials import Credentials, Metadata
+from loraplex.downloads import ArtifactFile
 from loraplex.generation import Event, Message, Sampling
 from loraplex.manifest import BaseManifest
 from loraplex.peft_folder import read_adapter_folder
@@ -226,6 +227,20 @@ class AsyncClient:
             response = await self._adapters.PinAdapter(request, timeout=self.timeouts.call_s, metadata=self._operator)
         self._seen(response.revision)
         return wire.adapter_pin(response)
+
+    async def download_artifact(
+        self, artifact_digest: str, file: Path, progress: Callable[[int, int], None] = lambda _done, _total: None
+    ) -> None:
+        """Write the packed file of an artifact to `file`, checked; `progress` is told bytes so far and of all.
+
+        Raises ArtifactNotFound, or CorruptArtifact where other bytes came; then there is no file.
+        """
+        request = adapter_pb2.DownloadArtifactRequest(artifact_digest=artifact_digest)
+        with self._registry.calls(), ArtifactFile(artifact_digest, file, progress) as taken:
+            async for part in self._adapters.DownloadArtifact(
+                request, timeout=self.timeouts.upload_s, metadata=self._operator
+            ):
+                taken.take(part)
 
     async def remove_adapter(self, name: str) -> int:
         """Delete an adapter with its versions; return the revision without it. Raises AdapterNotFound."""

@@ -26,6 +26,7 @@ from loraplex import wire
 from loraplex.async_client import AsyncClient
 from loraplex.calls import CHANNEL_OPTIONS, DEFAULT_REGISTRY, DEFAULT_ROUTER, PAGE_SIZE, Page, Peer, Timeouts
 from loraplex.credentials import Credentials, Metadata
+from loraplex.downloads import ArtifactFile
 from loraplex.generation import (
     Choice,
     ChoiceFinished,
@@ -264,6 +265,20 @@ class Client:
             response = self._adapters.PinAdapter(request, timeout=self.timeouts.call_s, metadata=self._operator)
         self._seen(response.revision)
         return wire.adapter_pin(response)
+
+    def download_artifact(
+        self, artifact_digest: str, file: Path, progress: Callable[[int, int], None] = lambda _done, _total: None
+    ) -> None:
+        """Write the packed file of an artifact to `file`, checked; `progress` is told bytes so far and of all.
+
+        Raises ArtifactNotFound, or CorruptArtifact where other bytes came; then there is no file.
+        """
+        request = adapter_pb2.DownloadArtifactRequest(artifact_digest=artifact_digest)
+        with self._registry.calls(), ArtifactFile(artifact_digest, file, progress) as taken:
+            for part in self._adapters.DownloadArtifact(
+                request, timeout=self.timeouts.upload_s, metadata=self._operator
+            ):
+                taken.take(part)
 
     def remove_adapter(self, name: str) -> int:
         """Delete an adapter with its versions; return the revision without it. Raises AdapterNotFound."""

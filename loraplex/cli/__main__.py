@@ -10,7 +10,9 @@ from loraplex.cli.app import new_group
 from loraplex.cli.chat import chat
 from loraplex.cli.demo import demo
 from loraplex.cli.generate import generate
+from loraplex.cli.merge import merge
 from loraplex.cli.models import models
+from loraplex.cli.plan import plan
 from loraplex.cli.up import up
 from loraplex.cli.version import version
 
@@ -20,11 +22,13 @@ app.command()(demo)
 app.command()(generate)
 app.command()(chat)
 steering.add_to(adapters.app)
+adapters.app.command()(merge)
 app.add_typer(adapters.app, name="adapter")
 app.add_typer(bases.app, name="base")
 app.add_typer(keys.app, name="key")
 app.add_typer(workers.app, name="worker")
 app.command()(models)
+app.command()(plan)
 app.command()(version)
 
 

@@ -1,0 +1,28 @@
+"""Float32 rows from and to what safetensors files store; bfloat16, which numpy lacks, as uint16 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+STORED: Final[Mapping[str, np.dtype[Any]]] = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+}
+"""Floats by their safetensors names."""
+NAMES: Final[Mapping[str, str]] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+def narrow(rows: NDArray[np.float32], dtype: str) -> NDArray[Any]:
+    """Return rows as they are stored, rounded to the nearest; infinite where the dtype's range ends."""
+    if dtype == "BF16":
+        bits = np.ascontiguousarray(rows).view(np.uint32)
+        rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        return np.where(np.isnan(rows), np.uint16(0x7FC0), rounded.astype(np.uint16))
+    with np.errstate(over="ignore"):
+        return rows.astype(STORED[dtype])
