@@ -49,6 +49,9 @@ class Adapters(adapter_pb2_grpc.AdapterServiceServicer):
     def RecordEvaluation(self, request: Any, context: Any) -> Any:
         raise NotImplementedError
 
+    def PinAdapter(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
     def DeleteAdapter(self, request: Any, context: Any) -> Any:
         raise NotImplementedError
 
