@@ -6,14 +6,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from peft import get_peft_model
 
 from common.adapter_format.choice import estimated_bytes
 from common.adapter_format.packed import EMBEDDING, PackedAdapter, open_packed, pack, version_digest
 from common.adapter_format.quantize import quantize
-from loraplex.errors import UnsupportedAdapter
+from loraplex.errors import AdapterMismatch, UnsupportedAdapter
 from tests.packed_oracle import packed_logits, relative_error
 from tests.peft_refusals import REFUSALS, make_refusal, make_xlora
-from tests.peft_variants import VARIANTS, load_base, make_variant, model_logits, peft_logits
+from tests.peft_variants import (
+    VARIANTS,
+    VOCAB,
+    load_base,
+    make_variant,
+    model_logits,
+    peft_logits,
+    quietly_loaded,
+    train,
+)
 from tests.variant_bases import examined
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -67,6 +77,18 @@ def test_what_cannot_be_served_right_is_refused_by_its_field(tmp_path, bases, na
     with pytest.raises(UnsupportedAdapter) as caught:
         examined(folder, bases["llama"])
     assert caught.value.field == REFUSALS[name][1]
+
+
+def test_an_adapter_of_a_resized_vocabulary_is_refused(tmp_path, bases):
+    base = bases["llama"]
+    with quietly_loaded(base[0]) as loaded:
+        loaded.resize_token_embeddings(VOCAB + 16)
+        model = get_peft_model(loaded, VARIANTS["plain"].lora_config())
+        train(model)
+        model.save_pretrained(str(tmp_path))
+    with pytest.raises(AdapterMismatch, match="resized vocabulary") as caught:
+        examined(tmp_path, base)
+    assert caught.value.metadata["tensor"].endswith(("embed_tokens.weight", "lm_head.weight"))
 
 
 def test_an_x_lora_is_refused(tmp_path, bases):
