@@ -16,9 +16,15 @@ log = structlog.get_logger(__name__)
 
 
 class BaseFolders:
-    """Finds a base's weights. A folder is hashed when first needed; `cache_dir` remembers that while its files stay."""
+    """Finds a base's weights. A folder is hashed when first needed; `cache_dir` remembers that while its files stay.
+
+    Raises FailedPrecondition for what is no folder; one without a model is looked into again each time.
+    """
 
     def __init__(self, folders: Sequence[Path], cache_dir: Path) -> None:
+        for folder in folders:
+            if not folder.is_dir():
+                raise FailedPrecondition(f"--base-dirs names {folder}, which is not a folder", field="base_dirs")
         self._folders = tuple(folders)
         self._cache_dir = cache_dir
         self._one_at_a_time = threading.Lock()  # hashing the same folder twice at once would only take longer

@@ -59,5 +59,11 @@ def decode_report(payload: str) -> PackingReport | None:
 def _decode_facts(fields: Mapping[str, Any] | None) -> LoadFacts | None:
     if fields is None:
         return None
-    lists = {name: tuple(fields[name]) for name in ("equal_to_base", "features")}
-    return LoadFacts(**{**fields, **lists})
+    return LoadFacts(
+        num_file_tensors=fields["num_file_tensors"],
+        num_file_modules=fields["num_file_modules"],
+        equal_to_base=tuple(fields["equal_to_base"]),
+        features=tuple(fields["features"]),
+        base_check=fields["base_check"],
+        trained_on=fields["trained_on"],
+    )

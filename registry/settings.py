@@ -73,14 +73,6 @@ class RegistrySettings(AdminSettings):
             )
         return key
 
-    @field_validator("base_dirs")
-    @classmethod
-    def _are_folders(cls, folders: str) -> str:
-        for folder in _paths(folders):
-            if not folder.is_dir():
-                raise ValueError(f"{folder} is not a folder")
-        return folders
-
     @field_validator("pinned_adapters")
     @classmethod
     def _are_pins(cls, text: str) -> str:
@@ -103,7 +95,8 @@ class RegistrySettings(AdminSettings):
     @property
     def base_folders(self) -> list[Path]:
         """The folders of `base_dirs`."""
-        return _paths(self.base_dirs)
+        names = (name.strip() for name in self.base_dirs.split(","))
+        return [Path(name).expanduser() for name in names if name]
 
     @property
     def pins(self) -> Mapping[str, int]:
@@ -121,7 +114,3 @@ class RegistrySettings(AdminSettings):
         if self.database_url is not None:
             return parse_url(self.database_url)
         return sa.URL.create("sqlite+aiosqlite", database=str(self.state_dir / "registry.sqlite3"))
-
-
-def _paths(folders: str) -> list[Path]:
-    return [Path(folder.strip()).expanduser() for folder in folders.split(",") if folder.strip()]
