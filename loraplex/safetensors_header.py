@@ -63,8 +63,10 @@ def read_header(file: Path, *, max_header_bytes: int) -> Header:
     data = LENGTH_BYTES + length
     tensors: dict[str, TensorEntry] = {}
     end = 0
-    for name, entry in sorted(header.items(), key=lambda item: _offsets(file, *item)):
-        start, stop = _offsets(file, name, entry)
+    in_order = sorted((*_offsets(file, name, entry), number) for number, (name, entry) in enumerate(header.items()))
+    entries = list(header.items())
+    for start, stop, number in in_order:
+        name, entry = entries[number]
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         if start != end or (stop - start) * 8 != math.prod(shape) * _ITEM_BITS[dtype]:
             raise _corrupt(file, f"has a damaged header: the bytes of {name} do not fit its shape and dtype", name)
