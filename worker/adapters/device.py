@@ -16,6 +16,7 @@ from typing import Final
 
 from common.adapter_format.packed import EMBEDDING, HEAD, PackedAdapter, PackedModule, open_packed
 from loraplex.errors import BaseMismatch, CorruptArtifact
+from worker.adapters.load_plans import FileForm, LoadPlans, MappedFile
 from worker.adapters.record_placement import RecordPlacer
 from worker.adapters.vocabulary import VocabularyMemory
 from worker.kernels.layout import Arena, Site
@@ -69,6 +70,7 @@ class DeviceAdapters:
         self._base, self._arena, self._num_slots = base, arena, num_slots
         self._vocabulary = vocabulary
         self._placement = RecordPlacer(arena) if placement is None else placement
+        self._plans = LoadPlans()
         self._slots: dict[int, PlacedAdapter] = {}
         self._lock = threading.Lock()
 
@@ -89,19 +91,53 @@ class DeviceAdapters:
         with self._lock:
             if slot in self._slots:
                 raise ValueError(f"slot {slot} is in use; release it first")
+        adapter = self._load_as_before(path, chunk_ids) or self._load_new(slot, path, chunk_ids)
+        with self._lock:
+            self._slots[slot] = adapter
+        return adapter
+
+    def _load_as_before(self, path: Path, chunk_ids: Sequence[int]) -> PlacedAdapter | None:
+        """Load a file that lies as an earlier one did; None where none has, or where a reader should have a look."""
+        placement = self._placement
+        if not isinstance(placement, RecordPlacer) or not placement.plans_loads:
+            return None
+        with path.open("rb") as stream:
+            form = FileForm.read(stream)
+        plan = None if form is None else self._plans.find(form)
+        if form is None or plan is None:
+            return None
+        file = MappedFile.open(path)
+        if not placement.is_sound(plan, file):
+            return None
+        return placement.carry_out(plan, form.version_digest, file, chunk_ids)
+
+    def _load_new(self, slot: int, path: Path, chunk_ids: Sequence[int]) -> PlacedAdapter:
         packed = open_packed(path)
         modules = self._modules(packed, path)
         vocabulary = None if self._vocabulary is None else self._vocabulary.load(packed, path.name)
         try:
+            if vocabulary is None:
+                return self._place(slot, path, packed.version_digest, modules, chunk_ids)
             adapter = self._placement.place(slot, packed.version_digest, modules, chunk_ids)
+            return replace(adapter, vocabulary=vocabulary)
         except BaseException:
             if self._vocabulary is not None and vocabulary is not None:
                 self._vocabulary.release(vocabulary)
             raise
-        if vocabulary is not None:
-            adapter = replace(adapter, vocabulary=vocabulary)
-        with self._lock:
-            self._slots[slot] = adapter
+
+    def _place(
+        self, slot: int, path: Path, version_digest: str, modules: Sequence[PlacedModule], chunk_ids: Sequence[int]
+    ) -> PlacedAdapter:
+        """Place what lies in the arena alone, and remember how."""
+        placement = self._placement
+        if not (isinstance(placement, RecordPlacer) and placement.plans_loads):
+            return placement.place(slot, version_digest, modules, chunk_ids)
+        plan, file = placement.plan(modules)
+        adapter = placement.carry_out(plan, version_digest, file, chunk_ids)
+        with path.open("rb") as stream:
+            form = FileForm.read(stream)
+        if form is not None and plan.reusable:
+            self._plans.keep(form, plan)
         return adapter
 
     def get(self, slot: int) -> PlacedAdapter:

@@ -137,6 +137,33 @@ class PlacedAdapter:
     """What lies beside the arena, if anything does."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """An adapter's pieces in chunks, whichever those are: places count as if the chunks were neighbours from 0 on."""
+
+    records: NDArray[np.int64]
+    """[n, 9] by Field, ordered by place."""
+    placed: NDArray[np.bool_]
+    """[n, 4]: which fields from Field.A on are places."""
+    starts: NDArray[np.int64]
+    device_bytes: int
+    num_chunks: int
+    chunk_bytes: int
+
+    def put(self, version_digest: str, chunk_ids: Sequence[int]) -> PlacedAdapter:
+        """Return the adapter in the first of these chunks. Raises ResourceExhausted where they are too few."""
+        if self.num_chunks > len(chunk_ids):
+            raise ResourceExhausted(
+                f"the adapter needs {self.num_chunks} chunks of {self.chunk_bytes} bytes, {len(chunk_ids)} were given"
+            )
+        records = self.records.copy()
+        chunks, within = np.divmod(self.records[:, Field.A :], self.chunk_bytes)
+        if self.num_chunks:
+            first = np.asarray(chunk_ids[: self.num_chunks], dtype=np.int64) * self.chunk_bytes
+            records[:, Field.A :] = np.where(self.placed, first[chunks] + within, 0)
+        return PlacedAdapter(version_digest, records, self.starts, self.device_bytes, self.num_chunks)
+
+
 def usable_chunk_bytes(chunk_bytes: int) -> int:
     """Return how much of each chunk but one is sure to be filled by an adapter that spans several."""
     return chunk_bytes - chunk_bytes // _PIECES_PER_CHUNK
@@ -152,6 +179,46 @@ def max_affine_columns(chunk_bytes: int) -> int:
     return max(16, chunk_bytes // _PIECES_PER_CHUNK // 64 * 16)
 
 
+def lay_out(
+    tiles: Sequence[Tile | AffineTile], *, num_places: int, chunk_bytes: int
+) -> tuple[Layout, list[tuple[int, NDArray[Any]]]]:
+    """Give every piece a place in chunks, the largest first; a chunk is opened when no earlier one has room.
+
+    A module's affines come behind its tiles. Returns the layout and what is to be copied, in the order of the tiles:
+    (place in bytes, array). Raises ResourceExhausted for a piece that no chunk holds.
+    """
+    tiles = sorted(tiles, key=lambda tile: tile.place)
+    records = np.zeros((len(tiles), len(Field)), dtype=np.int64)
+    placed = np.zeros((len(tiles), len(Field) - Field.A), dtype=np.bool_)
+    waiting: list[tuple[int, int, int]] = []
+    pieces: list[tuple[int, int, NDArray[Any]]] = []
+    for index, tile in enumerate(tiles):
+        records[index, : Field.A] = tile.head()
+        for field, piece in enumerate(tile.pieces(), Field.A):
+            waiting.append((-(-piece.nbytes // _ALIGNMENT) * _ALIGNMENT, index, field))
+            pieces.append((index, field, piece))
+            placed[index, field - Field.A] = True
+    waiting.sort(key=lambda entry: -entry[0])
+    filled: list[int] = []
+    size_before, chunk = 0, 0
+    for size, index, field in waiting:
+        if size != size_before:
+            size_before, chunk = size, 0  # earlier chunks may have room again
+        while chunk < len(filled) and filled[chunk] + size > chunk_bytes:
+            chunk += 1
+        if chunk == len(filled):
+            if size > chunk_bytes:
+                raise ResourceExhausted(
+                    f"the adapter has rows of {size} bytes, which the base's chunks of {chunk_bytes} do not hold"
+                )
+            filled.append(0)
+        records[index, field] = chunk * chunk_bytes + filled[chunk]
+        filled[chunk] += size
+    starts = np.searchsorted([tile.place for tile in tiles], np.arange(num_places + 1)).astype(np.int64)
+    layout = Layout(records, placed, starts, sum(filled), len(filled), chunk_bytes)
+    return layout, [(int(records[index, field]), piece) for index, field, piece in pieces]
+
+
 def place_tiles(
     tiles: Sequence[Tile | AffineTile],
     *,
@@ -160,41 +227,16 @@ def place_tiles(
     chunk_bytes: int,
     chunk_ids: Sequence[int],
 ) -> tuple[PlacedAdapter, list[tuple[int, NDArray[Any]]]]:
-    """Give every piece a place in the chunks, the largest first; a chunk is opened when no earlier one has room.
+    """Lay tiles out in chunks.
 
-    A module's affines come behind its tiles. Returns the adapter and what is to be copied: (byte offset in the arena,
-    array). Raises ResourceExhausted when the chunks do not hold it.
+    Returns the adapter and what is to be copied: (byte offset in the arena, array). Raises ResourceExhausted when the
+    chunks do not hold it.
     """
-    tiles = sorted(tiles, key=lambda tile: tile.place)
-    records = np.zeros((len(tiles), len(Field)), dtype=np.int64)
-    waiting: list[tuple[int, int, int, NDArray[Any]]] = []
-    for index, tile in enumerate(tiles):
-        records[index, : Field.A] = tile.head()
-        for field, piece in enumerate(tile.pieces(), Field.A):
-            size = -(-piece.nbytes // _ALIGNMENT) * _ALIGNMENT
-            waiting.append((size, index, field, piece))
-    waiting.sort(key=lambda entry: -entry[0])
-    filled: list[int] = []
-    copies: list[tuple[int, NDArray[Any]]] = []
-    size_before, chunk = 0, 0
-    for size, index, field, piece in waiting:
-        if size != size_before:
-            size_before, chunk = size, 0  # earlier chunks may have room again
-        while chunk < len(filled) and filled[chunk] + size > chunk_bytes:
-            chunk += 1
-        if chunk == len(filled):
-            if size > chunk_bytes or chunk == len(chunk_ids):
-                raise ResourceExhausted(
-                    f"the adapter does not fit the {len(chunk_ids)} chunks of {chunk_bytes} bytes it was given"
-                )
-            filled.append(0)
-        offset = chunk_ids[chunk] * chunk_bytes + filled[chunk]
-        filled[chunk] += size
-        records[index, field] = offset
-        copies.append((offset, piece))
-    starts = np.searchsorted([tile.place for tile in tiles], np.arange(num_places + 1)).astype(np.int64)
-    adapter = PlacedAdapter(version_digest, records, starts, sum(filled), len(filled))
-    return adapter, copies
+    layout, pieces = lay_out(tiles, num_places=num_places, chunk_bytes=chunk_bytes)
+    adapter = layout.put(version_digest, chunk_ids)
+    return adapter, [
+        (chunk_ids[place // chunk_bytes] * chunk_bytes + place % chunk_bytes, piece) for place, piece in pieces
+    ]
 
 
 def read_tile(memory: Tensor, record: NDArray[np.int64]) -> tuple[Tensor, Tensor]:

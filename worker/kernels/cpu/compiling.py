@@ -11,6 +11,7 @@ import structlog
 from numba import types
 
 from worker.kernels.cpu.cache import exclusive
+from worker.kernels.cpu.copying import CARRY_OUT, IS_SOUND, carry_out, is_sound
 from worker.kernels.cpu.program import follow, lead
 
 _PROGRESS: Final = "compiling kernels, once for this machine; takes about a minute"
@@ -23,15 +24,16 @@ log = structlog.get_logger(__name__)
 
 
 def compile_kernels() -> None:
-    """Make `lead` and `follow`, and with them all that they call, ready to be called; done once in a process."""
+    """Make all functions that are called from outside, and with them what they call, ready; done once in a process."""
     with _once:
-        if lead.signatures and follow.signatures:
+        wanted = ((lead, (_PROGRAM, _STATE)), (follow, (_STATE,)), (carry_out, CARRY_OUT), (is_sound, IS_SOUND))
+        if all(function.signatures for function, _ in wanted):
             return
         folder = Path(numba.config.CACHE_DIR)
         with exclusive(folder) as whole:
             if not whole:
                 log.info("kernels.compiling", cache=str(folder), progress=_PROGRESS)
-            lead.compile((_PROGRAM, _STATE))
-            follow.compile((_STATE,))
-        lead.disable_compile()
-        follow.disable_compile()
+            for function, signature in wanted:
+                function.compile(signature)
+        for function, _ in wanted:
+            function.disable_compile()

@@ -160,6 +160,7 @@ def test_an_affine_that_is_not_as_long_as_its_linear_is_named(tmp_path: Path, mo
     module = PackedModule(name, 2, 1.0, "F32", ones, ones.T.copy(), (), PackedAffine(short, short))
     # Readers refuse such a file; this is for one that some other reader let through.
     monkeypatch.setattr(device, "open_packed", lambda _: PackedAdapter("v" * 64, BASE_DIGEST, "none", (module,)))
+    (tmp_path / "a").write_bytes(b"")
     with pytest.raises(CorruptArtifact) as caught:
         slots().load(0, tmp_path / "a", CHUNKS)
     assert caught.value.metadata["tensor"] == name

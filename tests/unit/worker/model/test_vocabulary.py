@@ -155,6 +155,8 @@ class Opener:
     """Opens runners that find ADAPTERS by the number in a file's name."""
 
     patch: pytest.MonkeyPatch
+    file: Path
+    """Any; what is in it is patched."""
 
     def open(self, folder: Path, *names: str, **changes: Any) -> ModelRunner:
         runner = open_runner(folder, max_resident_adapters=16, max_running_requests=32, **changes)
@@ -164,12 +166,13 @@ class Opener:
 
     def load(self, runner: ModelRunner, slot: int, adapter: PackedAdapter) -> None:
         self.patch.setattr(device, "open_packed", lambda _: adapter)
-        runner.prepare_adapter(slot, Path("packed"), chunks_for(runner, slot))
+        runner.prepare_adapter(slot, self.file, chunks_for(runner, slot))
 
 
 @pytest.fixture
-def opener(monkeypatch: pytest.MonkeyPatch) -> Opener:
-    return Opener(monkeypatch)
+def opener(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Opener:
+    (tmp_path / "packed").write_bytes(b"")
+    return Opener(monkeypatch, tmp_path / "packed")
 
 
 BACKENDS: dict[str, Callable[[], Backend | None]] = {
@@ -285,7 +288,7 @@ def test_a_load_that_fails_gives_its_bytes_back(base: tuple[Any, Path], opener: 
     runner = opener.open(base[1])
     opener.patch.setattr(device, "open_packed", lambda _: ADAPTERS["own head"])
     with pytest.raises(ResourceExhausted, match="chunks"):
-        runner.prepare_adapter(0, Path("packed"), ())
+        runner.prepare_adapter(0, opener.file, ())
     memory = runner._adapters._vocabulary
     assert memory is not None
     assert memory.used_bytes == 0
