@@ -223,6 +223,7 @@ class Steering:
                     if lease.file.artifact_bytes != reserved:  # perhaps not what the caller believed
                         reserved = lease.file.artifact_bytes
                         await self._reserve(digest, reserved)
+                    self._store.keep(digest, kept=True)
                     await self._bring(lease.file, Urgency.PINNED)
                     break
                 except EngineDown:
@@ -241,6 +242,7 @@ class Steering:
                 await asyncio.sleep(pause_s)
             await asyncio.get_running_loop().create_future()  # for ever: until it is unpinned
         finally:
+            self._store.keep(digest, kept=False)
             if lease is not None:
                 lease.release()
 
