@@ -178,6 +178,7 @@ def _start(
         decode_tokens_per_second=decode,
         max_running_requests=config.max_running_requests,
         base_quantization=options.base_quantization,
+        chunk_bytes=config.chunk_bytes,
     )
     return runner, config, ready
 

@@ -54,6 +54,7 @@ class WorkerSettings(AdminSettings):
     max_adapter_bytes: Count | None = Field(
         None, description="bytes of all adapters on the device (default: bound by number and arena)"
     )
+    max_rank: Count = Field(256, description="largest rank of an adapter; requests for others are refused")
     max_adapter_wait_s: Seconds = Field(
         2.0, description="seconds a request that waits for adapter or memory may be overtaken by later ones"
     )

@@ -69,6 +69,8 @@ class Lease:
     file: AdapterFile
     fetched: bool
     """It was not on the disk when it was asked for."""
+    waited: bool
+    """It had to be fetched, or to be hashed before its first use."""
     _release: Callable[[], None] = field(repr=False)
     _held: bool = True
 
@@ -177,16 +179,17 @@ class AdapterStore:
         """
         self._users[artifact_digest] += 1
         self._idle.discard(artifact_digest)
-        fetched = artifact_digest not in self._cached
+        fetched, waited = artifact_digest not in self._cached, False
         try:
             while (entry := self._cached.get(artifact_digest)) is None or not entry.verified:
+                waited = True
                 await self._wait_for(artifact_digest)
         except BaseException:
             self._release(artifact_digest)
             raise
         entry.uses += 1
         file = AdapterFile(artifact_digest, str(self._folder / artifact_digest), entry.size_bytes)
-        return Lease(file, fetched, lambda: self._release(artifact_digest))
+        return Lease(file, fetched, waited, lambda: self._release(artifact_digest))
 
     def keep(self, artifact_digest: str, *, kept: bool) -> None:
         """Have room counted for a file for good, or no longer; who keeps it holds a lease besides."""
