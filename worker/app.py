@@ -25,6 +25,8 @@ from loraplex.manifest import read_manifest
 from loraplex.worker.v1 import worker_pb2
 from loraplex.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from worker.adapters.access import AdapterAccess
+from worker.adapters.download import RetryPolicy
+from worker.adapters.places import Places
 from worker.adapters.source import RegistrySource
 from worker.adapters.steering import Steering
 from worker.adapters.store import AdapterStore
@@ -96,6 +98,8 @@ class WorkerApp:
             on_change=self._adapter_changed,
             is_on_device=lambda digest: digest in self._engine.adapters,
             on_fetched=self._fetched,
+            retry=RetryPolicy(stall_s=settings.fetch_stall_s),
+            places=Places(settings.max_fetches),
         )
         versions = Versions()
         self._access = AdapterAccess(self._store, versions, self._adapter_changed)

@@ -33,6 +33,12 @@ class WorkerSettings(AdminSettings):
     registry: Address = Field("127.0.0.1:50051", description="HOST:PORT of the registry")
     cache_dir: Path = Field(description="folder for cached adapters; each worker needs its own")
     cache_bytes: Count = Field(8 * 2**30, description="most bytes of adapters cached on disk")
+    max_fetches: Count = Field(
+        8, description="adapters fetched at a time; one that stands still for 2 s gives its place to the next"
+    )
+    fetch_stall_s: Annotated[float, Field(gt=0, le=86_400)] = Field(
+        60.0, description="seconds without a byte after which fetching an adapter is given up"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",

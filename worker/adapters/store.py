@@ -15,7 +15,7 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,7 @@ from loraplex.errors import FailedPrecondition, LoraplexError, NoSpace
 from loraplex.folder_lock import FolderLock
 from worker.adapters.download import Partial, RetryPolicy, disk_error, download
 from worker.adapters.pace import Pace
+from worker.adapters.places import Places
 from worker.adapters.source import ArtifactSource
 from worker.engine.idle import IdleOrder, Level, worth
 from worker.mailbox import AdapterFile
@@ -37,6 +38,8 @@ log = structlog.get_logger(__name__)
 
 _HASH_STEP: Final = 2**22
 _TOUCH_S: Final = 60.0
+DEFAULT_PLACES: Final = 8
+"""Downloads that get on at a time."""
 
 
 @dataclass(slots=True)
@@ -99,6 +102,7 @@ class AdapterStore:
         is_on_device: Callable[[str], bool] = lambda _: False,
         on_fetched: Callable[[str, LoraplexError | None], None] = lambda *_: None,
         retry: RetryPolicy | None = None,
+        places: Places | None = None,
     ) -> None:
         self._folder = folder
         self._incoming = folder / ".incoming"
@@ -108,6 +112,7 @@ class AdapterStore:
         self._is_on_device = is_on_device
         self._on_fetched = on_fetched
         self._retry = retry or RetryPolicy()
+        self._places = places or Places(DEFAULT_PLACES)
         self._cached: dict[str, _Cached] = {}
         self._idle: IdleOrder[str] = IdleOrder()
         self._level = Level()
@@ -289,9 +294,12 @@ class AdapterStore:
             await self._make_room(size_bytes)
             fetch.reserved_bytes = size_bytes
 
-        def fetched() -> Awaitable[Partial]:
+        async def fetched() -> Partial:
             scratch = self._incoming / f"{artifact_digest[:16]}.{secrets.token_hex(4)}"
-            return download(self._source, artifact_digest, scratch, reserve=reserve, retry=self._retry)
+            async with self._places.take() as place:
+                return await download(
+                    self._source, artifact_digest, scratch, reserve=reserve, retry=self._retry, on_bytes=place.get_on
+                )
 
         started_s = time.monotonic()
         try:

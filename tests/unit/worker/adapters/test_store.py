@@ -17,6 +17,7 @@ from common.backoff import Backoff
 from loraplex.errors import ArtifactNotFound, ArtifactUnreachable, CorruptArtifact, FailedPrecondition, NoSpace
 from worker.adapters import download as download_module
 from worker.adapters.download import Partial, RetryPolicy
+from worker.adapters.places import Places
 from worker.adapters.source import ArtifactStream, SourceInterrupted
 from worker.adapters.store import AdapterStore
 
@@ -109,6 +110,59 @@ async def test_fetches_run_side_by_side_so_a_slow_one_blocks_no_other(tmp_path, 
             tasks.create_task(store.acquire(digest))
         await until(lambda: source.most_open == 4)
         source.gate.set()
+
+
+async def test_only_so_many_fetches_get_on_at_a_time_first_come_first_served(tmp_path, source):
+    digests = [source.add(bytes([n]) * 50) for n in range(4)]
+    source.gate.clear()
+    async with a_store(tmp_path, source, places=Places(2, patience_s=30)) as store, asyncio.TaskGroup() as tasks:
+        for digest in digests:
+            tasks.create_task(store.acquire(digest))
+        await until(lambda: source.most_open == 2)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert list(source.opened) == digests[:2]
+        source.gate.set()
+    assert list(source.opened) == digests
+    assert source.most_open == 2
+
+
+async def test_a_download_that_stands_still_gives_its_place_to_the_next_and_goes_on_later(tmp_path, source):
+    stalled, other = source.add(b"s" * 50), source.add(b"o" * 50)
+    source.gate.clear()
+    async with a_store(tmp_path, source, places=Places(1, patience_s=0.01)) as store:
+        first = asyncio.create_task(store.acquire(stalled))
+        await until(lambda: source.open_now == 1)
+        second = asyncio.create_task(store.acquire(other))
+        await until(lambda: source.open_now == 2)
+        source.gate.set()
+        assert {(await first).fetched, (await second).fetched} == {True}
+        assert store._places._free._value == 1  # given back once
+
+
+async def test_a_download_without_a_byte_for_too_long_is_given_up_and_told(tmp_path, source):
+    digest = source.add(b"x" * 50)
+    source.gate.clear()
+    store = AdapterStore(tmp_path / "artifacts", source, budget_bytes=1000, retry=RetryPolicy(stall_s=0.02))
+    async with store:
+        with pytest.raises(ArtifactUnreachable, match=r"sent nothing for 0\.02 s"):
+            await store.acquire(digest)
+        assert leftovers(tmp_path) == []
+        assert source.open_now == 0
+        source.gate.set()
+        await store.acquire(digest)
+
+
+async def test_waiting_for_room_is_no_stall(tmp_path, source):
+    used, new = source.add(b"u" * 600), source.add(b"n" * 600)
+    store = AdapterStore(tmp_path / "artifacts", source, budget_bytes=1000, retry=RetryPolicy(stall_s=0.02))
+    async with store:
+        lease = await store.acquire(used)
+        waiting = asyncio.create_task(store.acquire(new))
+        await until(lambda: source.open_now == 1)
+        await asyncio.sleep(0.05)
+        lease.release()
+        assert (await waiting).fetched
 
 
 async def test_a_waiter_that_leaves_does_not_disturb_the_others(tmp_path, source):
