@@ -34,8 +34,9 @@ from worker.status import Tier
 class AdapterService(WorkerServiceServicer, ABC):
     """The part of the service that is about adapters alone."""
 
-    def __init__(self, steering: Steering) -> None:
+    def __init__(self, steering: Steering, max_rank: int | None) -> None:
         self._steering = steering
+        self._max_rank = max_rank
 
     @abstractmethod
     def _served_base(self) -> str:
@@ -89,7 +90,7 @@ class AdapterService(WorkerServiceServicer, ABC):
         check_base(request.base_digest, base_digest)
         if not request.HasField("adapter"):
             raise InvalidRequest("the request names no adapter; give its digests", field="adapter")
-        return check_adapter(request.adapter)
+        return check_adapter(request.adapter, self._max_rank)
 
 
 def _remaining(context: aio.ServicerContext[Any, Any]) -> float | None:

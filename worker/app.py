@@ -25,6 +25,8 @@ from loraplex.manifest import read_manifest
 from loraplex.worker.v1 import worker_pb2
 from loraplex.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from worker.adapters.access import AdapterAccess
+from worker.adapters.download import RetryPolicy
+from worker.adapters.places import Places
 from worker.adapters.source import RegistrySource
 from worker.adapters.steering import Steering
 from worker.adapters.store import AdapterStore
@@ -41,6 +43,7 @@ from worker.status import (
     State,
     StatusBoard,
     Tier,
+    TierUse,
     WorkerStatus,
     adapter_status,
     assemble,
@@ -79,7 +82,7 @@ class WorkerApp:
         self._idle = asyncio.Event()
         self._idle.set()
         patience = engine_patience or EnginePatience(silence_timeout_s=settings.engine_silence_s)
-        self._engine = EngineClient(self._engine_changed, patience, self._load_failed)
+        self._engine = EngineClient(self._engine_changed, patience, self._load_ended)
         self._admission = Admission(settings.max_waiting_requests, self._admission_changed)
         self._board = StatusBoard(self._assemble)
         self._adapters = AdapterTable(self._look_up)
@@ -95,6 +98,8 @@ class WorkerApp:
             on_change=self._adapter_changed,
             is_on_device=lambda digest: digest in self._engine.adapters,
             on_fetched=self._fetched,
+            retry=RetryPolicy(stall_s=settings.fetch_stall_s),
+            places=Places(settings.max_fetches),
         )
         versions = Versions()
         self._access = AdapterAccess(self._store, versions, self._adapter_changed)
@@ -120,6 +125,7 @@ class WorkerApp:
                 board=self._board,
                 limits=limits or StreamLimits(stall_timeout_s=settings.stream_stall_s),
                 metrics=self._metrics,
+                max_rank=settings.max_rank,
             )
         )
         calls = CallInterceptor(self._metrics.calls, self._activity)
@@ -247,10 +253,6 @@ class WorkerApp:
     def _engine_changed(self, artifact_digests: Collection[str]) -> None:
         engine = self._engine
         self._adapters.touch(artifact_digests)
-        for digest in artifact_digests:
-            held = engine.adapters.get(digest)
-            if held is not None and not held.loading:
-                self._access.loaded(digest)
         if engine.state is not EngineState.READY:
             self._steering.forget_pins()
         if engine.ready is not None:
@@ -272,8 +274,11 @@ class WorkerApp:
     def _source_is_back(self) -> None:
         self._access.quarantine.source_is_back()
 
-    def _load_failed(self, artifact_digest: str, error: LoraplexError) -> None:
-        self._steering.load_failed(artifact_digest, error)
+    def _load_ended(self, artifact_digest: str, num_bytes: int, seconds: float, error: LoraplexError | None) -> None:
+        if error is None:
+            self._access.loaded(artifact_digest, num_bytes, seconds)
+        else:
+            self._steering.load_failed(artifact_digest, error)
 
     # Status.
 
@@ -351,4 +356,14 @@ class WorkerApp:
             active_choices=admission.active_choices,
             unseen_tokens=admission.unseen_tokens,
             adapters=self._adapters.view(),
+            tiers=self._tiers(),
         )
+
+    def _tiers(self) -> dict[Tier, TierUse]:
+        engine, store, ready = self._engine, self._store, self._engine.ready
+        arena_bytes = 0 if ready is None else ready.total_blocks * ready.chunk_bytes
+        on_device = 0 if engine.status is None else engine.status.adapter_bytes
+        return {
+            Tier.DEVICE: TierUse(on_device, self._settings.max_adapter_bytes or arena_bytes, len(engine.adapters)),
+            Tier.DISK: TierUse(store.cached_bytes, self._settings.cache_bytes, store.num_cached),
+        }

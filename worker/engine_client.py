@@ -109,18 +109,18 @@ class EngineClient:
     """One engine process after the other.
 
     `on_change` hears of every change of state and every frame, with the artifact digests of the adapters that came,
-    left or changed with it; `on_failed_load` of each load that failed, by its digest.
+    left or changed with it; `on_load` of the end of each load: of which adapter, its bytes and seconds, and its error.
     """
 
     def __init__(
         self,
         on_change: Callable[[Collection[str]], None],
         patience: EnginePatience | None = None,
-        on_failed_load: Callable[[str, LoraplexError], None] = lambda *_: None,
+        on_load: Callable[[str, int, float, LoraplexError | None], None] = lambda *_: None,
     ) -> None:
         self._patience = patience or EnginePatience()
         self._on_change = on_change
-        self._on_failed_load = on_failed_load
+        self._on_load = on_load
         self._owners: dict[int, RequestOwner] = {}
         self._comparing: dict[int, ComparisonOwner] = {}
         self._ordered: dict[int, OrderOwner] = {}
@@ -284,11 +284,15 @@ class EngineClient:
         self._last_frame_s = time.monotonic()
         self.num_frames += 1
         self.status, self.step_s = step.status, step.seconds
-        self.adapters.update((adapter.artifact_digest, adapter) for adapter in step.adapters)
+        for adapter in step.adapters:
+            before = self.adapters.get(adapter.artifact_digest)
+            self.adapters[adapter.artifact_digest] = adapter
+            if not adapter.loading and (before is None or before.loading):
+                self._on_load(adapter.artifact_digest, adapter.device_bytes, adapter.load_s, None)
         for digest in step.gone:
             self.adapters.pop(digest, None)
         for failed_load in step.failed_loads:
-            self._on_failed_load(failed_load.artifact_digest, _error_of(failed_load))
+            self._on_load(failed_load.artifact_digest, 0, 0.0, _error_of(failed_load))
         for output in step.outputs:
             owner = self._owners.get(output.request_id)
             if owner is not None:

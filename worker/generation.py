@@ -132,6 +132,11 @@ class Generation:
             self._release()
             self._wake.set()
 
+    def give_up_waiting(self, error: LoraplexError) -> None:
+        """End the stream with an error if nothing has come yet."""
+        if not any(choice.first_token_s for choice in self._choices):
+            self.fail(error)
+
     def close(self) -> None:
         """Give back everything; the stream has ended or nobody reads it any more. Harmless twice."""
         if not self._closed:

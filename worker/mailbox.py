@@ -143,6 +143,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     max_running_requests: int
     base_quantization: str = "none"
     """How the base's matrices are kept; see worker.settings."""
+    chunk_bytes: int = 0
+    """Bytes of a block."""
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -232,6 +234,8 @@ class AdapterOnDevice(msgspec.Struct, frozen=True, array_like=True):
     loading: bool
     in_flight: int
     device_bytes: int
+    load_s: float = 0.0
+    """What its load took, once it is there."""
 
 
 class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
@@ -256,6 +260,8 @@ class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
     """Prompt tokens found in the prefix cache, since the start."""
     pinned_chunks: int = 0
     """Chunks of adapters that are pinned, of `adapter_chunks`."""
+    adapter_bytes: int = 0
+    """Device bytes of all adapters, those being loaded included."""
 
 
 class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):

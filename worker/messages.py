@@ -21,6 +21,7 @@ from loraplex.worker.v1.worker_pb2 import (
     AdapterResidency,
     EvaluateAdapterResponse,
     GenerateResponse,
+    TierUse,
     WatchStatusResponse,
     WorkerState,
 )
@@ -42,6 +43,7 @@ TIERS: Final = {
     Tier.DISK: AdapterTier.ADAPTER_TIER_DISK,
     Tier.SOURCE: AdapterTier.ADAPTER_TIER_SOURCE,
 }
+_TIER_FIELDS: Final = {"device_tier": Tier.DEVICE, "host_tier": Tier.HOST, "disk_tier": Tier.DISK}
 _SCALARS: Final = (
     "running_requests",
     "waiting_requests",
@@ -147,6 +149,10 @@ def status_message(previous: WorkerStatus | None, status: WorkerStatus) -> Watch
         value = getattr(status, name)
         if full or getattr(previous, name) != value:
             setattr(message, name, value)
+    for name, tier in _TIER_FIELDS.items():
+        use = status.tiers.get(tier)
+        if use is not None and (full or previous is None or previous.tiers.get(tier) != use):
+            getattr(message, name).CopyFrom(TierUse(**asdict(use)))
     known = {} if full or previous is None else previous.adapters
     if status.adapters is not known:
         # Unchanged adapters are the same objects, of which there may be thousands.

@@ -23,6 +23,8 @@ class CheckedAdapter:
 
     version_digest: str
     artifact_digest: str
+    artifact_bytes: int = 0
+    """As far as the router knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +45,15 @@ class CheckedRequest:
     sampling: CheckedSampling
 
 
-def check_request(request: GenerateRequest, *, base_digest: str, vocab_size: int) -> CheckedRequest:
+def check_request(
+    request: GenerateRequest, *, base_digest: str, vocab_size: int, max_rank: int | None = None
+) -> CheckedRequest:
     """Check a request. Raises InvalidRequest and its kinds, naming the field, or BaseMismatch."""
     for field, value in (("request_id", request.request_id), ("tenant", request.tenant)):
         if len(value) > MAX_ID_CHARS:
             raise InvalidRequest(f"{field} has {len(value)} characters; give at most {MAX_ID_CHARS}", field=field)
     check_base(request.base_digest, base_digest)
-    adapter = check_adapter(request.adapter) if request.HasField("adapter") else None
+    adapter = check_adapter(request.adapter, max_rank) if request.HasField("adapter") else None
     return CheckedRequest(
         request_id=request.request_id,
         tenant=request.tenant or DEFAULT_TENANT,
@@ -78,7 +82,7 @@ def check_digest(field: str, digest: str) -> None:
         raise InvalidRequest(f"{field} is no digest; give 64 lower-case hex digits (SHA-256)", field=field)
 
 
-def check_adapter(adapter: ResolvedAdapter) -> CheckedAdapter:
+def check_adapter(adapter: ResolvedAdapter, max_rank: int | None = None) -> CheckedAdapter:
     """Check the adapter of a request. Raises InvalidRequest or UnsupportedAdapter, naming the field."""
     check_digest("adapter.version_digest", adapter.version_digest)
     check_digest("adapter.artifact_digest", adapter.artifact_digest)
@@ -86,7 +90,14 @@ def check_adapter(adapter: ResolvedAdapter) -> CheckedAdapter:
         raise UnsupportedAdapter(
             f"adapter.format is {adapter.format!r}; this worker reads {', '.join(FORMATS)}", field="adapter.format"
         )
-    return CheckedAdapter(adapter.version_digest, adapter.artifact_digest)
+    if max_rank is not None and adapter.rank > max_rank:
+        raise UnsupportedAdapter(
+            f"the adapter has rank {adapter.rank}, this worker takes at most {max_rank}; register it with a lower "
+            "rank, or raise max_rank",
+            field="adapter.rank",
+            limit=max_rank,
+        )
+    return CheckedAdapter(adapter.version_digest, adapter.artifact_digest, adapter.artifact_bytes)
 
 
 def _check_input(request: GenerateRequest, vocab_size: int) -> str | Conversation | tuple[int, ...]:

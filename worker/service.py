@@ -81,12 +81,13 @@ class Parts:
     board: StatusBoard
     limits: StreamLimits
     metrics: Metrics
+    max_rank: int | None = None
 
 
 class _Held:
     """What one RPC holds, given back once, whoever notices its end first."""
 
-    __slots__ = ("cut", "generation", "lease", "observation", "task", "ticket")
+    __slots__ = ("cut", "generation", "lease", "limit", "observation", "task", "ticket")
 
     def __init__(self, ticket: Ticket, observation: Observation) -> None:
         self.ticket = ticket
@@ -95,8 +96,11 @@ class _Held:
         self.cut: LoraplexError | None = None
         self.lease: Lease | None = None
         self.generation: Generation | None = None
+        self.limit: asyncio.TimerHandle | None = None
 
     def close(self) -> None:
+        if self.limit is not None:
+            self.limit.cancel()
         if self.generation is not None:
             self.generation.close()
         if self.lease is not None:
@@ -117,7 +121,7 @@ class WorkerService(AdapterService):
     """Serves routers. Takes requests once `open` was called, until `refuse`."""
 
     def __init__(self, parts: Parts) -> None:
-        super().__init__(parts.steering)
+        super().__init__(parts.steering, parts.max_rank)
         self._parts = parts
         self._base: ServedBase | None = None
         self._refusal: Callable[[], LoraplexError] | None = None
@@ -145,7 +149,7 @@ class WorkerService(AdapterService):
         """Generate text: see worker.proto."""
         arrival_s = time.monotonic()
         base, ready = self._serving()
-        checked = check_request(request, base_digest=base.digest, vocab_size=ready.vocab_size)
+        checked = check_request(request, base_digest=base.digest, vocab_size=ready.vocab_size, max_rank=self._max_rank)
         describe_request(checked, base.digest)
         remaining_s = context.time_remaining()
         if remaining_s is not None and remaining_s <= 0:
@@ -196,10 +200,11 @@ class WorkerService(AdapterService):
         fetch_s = 0.0
         if adapter is not None:
             asked_s = time.monotonic()
+            parts.steering.check_deadline(adapter, context.time_remaining())
             with tracing.span("adapter.fetch") as span:
                 held.lease = await parts.access.acquire(adapter, context.time_remaining())
                 span.set_attribute("loraplex.adapter.fetched", held.lease.fetched)
-            fetch_s = time.monotonic() - asked_s
+            fetch_s = time.monotonic() - asked_s if held.lease.waited else 0.0
 
         lease = held.lease
         seed = secrets.randbits(SEED_BITS) if sampling.seed is None else sampling.seed
@@ -220,6 +225,8 @@ class WorkerService(AdapterService):
         held.observation.prompt(len(prompt))
         with EngineTrace(arrival_s, generation.timing_so_far) as engine:
             generation.submit(make)  # in here: the engine may begin before this thread goes on
+            if adapter is not None:
+                held.limit = parts.steering.limit_wait(generation, adapter, context.time_remaining())
             async for event in generation.events():
                 if isinstance(event, TextDelta):
                     held.observation.tokens(len(event.token_ids))

@@ -53,6 +53,15 @@ class AdapterStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class TierUse:
+    """How full a tier is."""
+
+    used_bytes: int
+    budget_bytes: int
+    num_adapters: int
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerStatus:
     """Everything a worker tells of itself. Speeds in tokens per second; `adapters` by artifact digest."""
 
@@ -82,6 +91,7 @@ class WorkerStatus:
     num_preempted: int = 0
     num_cached_tokens: int = 0
     adapters: Mapping[str, AdapterStatus] = field(default_factory=dict)
+    tiers: Mapping[Tier, TierUse] = field(default_factory=dict)
 
 
 _UNKNOWN: Final = EngineStatus(0, 0, 0, 0, 0.0, 0.0)
@@ -155,6 +165,7 @@ def assemble(
     active_choices: int,
     unseen_tokens: int,
     adapters: Mapping[str, AdapterStatus],
+    tiers: Mapping[Tier, TierUse] | None = None,
 ) -> WorkerStatus:
     """Return the whole status from what the front end and the engine know.
 
@@ -186,6 +197,7 @@ def assemble(
         num_preempted=engine.num_preempted if engine is not None else 0,
         num_cached_tokens=engine.num_cached_tokens if engine is not None else 0,
         adapters=adapters,
+        tiers=tiers or {},
     )
 
 

@@ -14,6 +14,7 @@ from typing import Final
 import structlog
 
 from loraplex.errors import ArtifactUnreachable, LoraplexError
+from worker.adapters.pace import Pace
 from worker.adapters.quarantine import Quarantine, Stage
 from worker.adapters.store import AdapterStore, Lease
 from worker.adapters.versions import UNREADABLE_FILE, Versions
@@ -34,6 +35,7 @@ class AdapterAccess:
         self._versions = versions
         self._on_change = on_change
         self.quarantine = Quarantine(on_change)
+        self._loads = Pace()
 
     async def acquire(self, adapter: CheckedAdapter, remaining_s: float | None) -> Lease:
         """Lease an adapter's file, leaving time to say so where it does not come before the caller's deadline.
@@ -59,6 +61,16 @@ class AdapterAccess:
             raise
         return lease
 
+    def expected_s(self, artifact_bytes: int, *, fetch: bool) -> float | None:
+        """Return the seconds it takes to bring an adapter from the disk to the device, and to `fetch` it before.
+
+        None unless all of that has been measured.
+        """
+        if not self._loads.is_measured or (fetch and not self._store.pace.is_measured):
+            return None
+        seconds = self._loads.expected_s(artifact_bytes)
+        return seconds + self._store.pace.expected_s(artifact_bytes) if fetch else seconds
+
     # What becomes of adapters.
 
     def fetched(self, artifact_digest: str, error: LoraplexError | None) -> None:
@@ -68,8 +80,9 @@ class AdapterAccess:
         else:
             self._failed(artifact_digest, error, Stage.FETCH)
 
-    def loaded(self, artifact_digest: str) -> None:
-        """Note that an adapter is on the device."""
+    def loaded(self, artifact_digest: str, num_bytes: int, seconds: float) -> None:
+        """Note that an adapter was brought to the device, and what that took."""
+        self._loads.add(num_bytes, seconds)
         self.quarantine.worked(artifact_digest, Stage.LOAD)
 
     async def load_failed(self, artifact_digest: str, error: LoraplexError) -> None:

@@ -7,10 +7,11 @@ forgotten when the engine is lost, and routers send them again. Knows nothing of
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Coroutine
 from contextvars import Context
-from typing import Any, Final, Self
+from typing import Any, Final, Protocol, Self
 
 import structlog
 
@@ -37,6 +38,13 @@ log = structlog.get_logger(__name__)
 MAX_PREFETCHES: Final = 64
 _RETRY_AFTER_S: Final = 1.0
 _BACKOFF: Final = Backoff(first_s=1.0, longest_s=300.0)
+
+
+class Waiter(Protocol):
+    """A request that waits for its adapter."""
+
+    def give_up_waiting(self, error: LoraplexError) -> None:
+        """End with an error, unless it has begun."""
 
 
 class Steering:
@@ -194,6 +202,42 @@ class Steering:
         if self._engine.epoch != epoch:
             raise self._engine.down_error()
 
+    def check_deadline(self, adapter: CheckedAdapter, remaining_s: float | None) -> None:
+        """Refuse at once a request whose adapter cannot be on the device before its deadline, by what loads have taken.
+
+        The adapter is brought all the same, so that the request can come again. Raises DeadlineUnreachable.
+        """
+        tier = self._where(adapter.artifact_digest)
+        if remaining_s is None or tier is Tier.DEVICE:
+            return
+        num_bytes = self._store.size_bytes(adapter.artifact_digest) or adapter.artifact_bytes
+        expected_s = self._access.expected_s(num_bytes, fetch=tier is None)
+        if expected_s is None or expected_s <= remaining_s:
+            return
+        with contextlib.suppress(QueueFull):
+            self.prefetch(adapter, to_device=True)
+        raise DeadlineUnreachable(
+            f"bringing the adapter to the device takes some {expected_s:.2g} s, and the deadline is in "
+            f"{remaining_s:.2g} s; it is on its way now, so try again, or give more time",
+            retry_after_s=expected_s,
+        )
+
+    def limit_wait(
+        self, generation: Waiter, adapter: CheckedAdapter, remaining_s: float | None
+    ) -> asyncio.TimerHandle | None:
+        """Have a request that waits for its adapter be told before its deadline that it does not make it.
+
+        Returns what to cancel when it ends.
+        """
+        if remaining_s is None or self._where(adapter.artifact_digest) is Tier.DEVICE:
+            return None
+        size_bytes = self._store.size_bytes(adapter.artifact_digest) or adapter.artifact_bytes
+        error = DeadlineUnreachable(
+            "the adapter did not come to the device, or the request to its turn, before the deadline; try again later",
+            retry_after_s=max(_RETRY_AFTER_S, self._access.expected_s(size_bytes, fetch=False) or 0.0),
+        )
+        return asyncio.get_running_loop().call_later(time_to_wait(remaining_s), generation.give_up_waiting, error)
+
     def load_failed(self, artifact_digest: str, error: LoraplexError) -> None:
         """Note that the engine could not load an adapter; what that means takes a while to find out."""
         self._start(self._access.load_failed(artifact_digest, error))
@@ -223,6 +267,7 @@ class Steering:
                     if lease.file.artifact_bytes != reserved:  # perhaps not what the caller believed
                         reserved = lease.file.artifact_bytes
                         await self._reserve(digest, reserved)
+                    self._store.keep(digest, kept=True)
                     await self._bring(lease.file, Urgency.PINNED)
                     break
                 except EngineDown:
@@ -241,6 +286,7 @@ class Steering:
                 await asyncio.sleep(pause_s)
             await asyncio.get_running_loop().create_future()  # for ever: until it is unpinned
         finally:
+            self._store.keep(digest, kept=False)
             if lease is not None:
                 lease.release()
 

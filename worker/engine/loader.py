@@ -48,9 +48,18 @@ class Loader:
     load that hangs must not keep the process from ending.
     """
 
-    def __init__(self, prepare: Prepare, on_done: Callable[[], None], *, num_threads: int = LOADER_THREADS) -> None:
+    def __init__(
+        self,
+        prepare: Prepare,
+        on_done: Callable[[], None],
+        *,
+        num_threads: int = LOADER_THREADS,
+        on_start: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start the threads; each calls `on_start` first."""
         self._prepare = prepare
         self._on_done = on_done
+        self._on_start = on_start
         self._orders: dict[int, _Order] = {}  # by slot
         self._changed = threading.Condition()  # guards the orders
         self._closed = False
@@ -108,6 +117,7 @@ class Loader:
             return slot, self._orders.pop(slot)
 
     def _run(self) -> None:
+        self._on_start()
         while (taken := self._next()) is not None:
             slot, order = taken
             outcome: AdapterLoad | Exception

@@ -1,10 +1,8 @@
 """The device's memory as requests and adapters share it: what can be had, and what leaves for it.
 
 Everything idle (adapters that nobody uses, computed prefixes that nobody refers to) stays until its chunks are needed.
-Then it leaves in one order, lowest priority first, by (seconds to restore it) x (probability of its reuse) per chunk.
-The probability is estimated as in GreedyDual-Size-Frequency (Cherkasova, 1998): by the number of uses, and by recency
-through a level that every eviction raises to the priority of what left, and that is added to the priority of whatever
-is used afterwards. So frequent things last longer, and nothing lasts for ever. No clock is needed.
+Then it leaves in one order, see `idle`: an adapter restores in the seconds its load took, a block in those that its
+tokens take to compute, and the room of both is counted in chunks.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from typing import Protocol
 
 from worker.engine.arena import Arena, Use
 from worker.engine.config import EngineConfig
-from worker.engine.idle import IdleOrder
+from worker.engine.idle import IdleOrder, Level, worth
 from worker.engine.plan import AdapterLoad
 from worker.engine.prefix import PrefixCache
 from worker.engine.rates import StepRates
@@ -44,12 +42,12 @@ class Memory:
         self._config = config
         self._rates = rates
         self._prefixes = PrefixCache()
-        self._idle_adapters = IdleOrder()  # by slot
+        self._idle_adapters: IdleOrder[int] = IdleOrder()  # by slot
         self._arena = Arena(config.total_blocks)
         self._residency = Residency(config.max_resident_adapters)
         self._evicted: list[int] = []
         self._unloaded: list[int] = []
-        self._level = 0.0
+        self._level = Level()
 
     @property
     def arena(self) -> Arena:
@@ -108,7 +106,7 @@ class Memory:
             published = prefixes.holds(block)
             if arena.drop(block, keep=published) and published:
                 seconds = self._config.block_tokens / self._rates.prefill.tokens_per_second
-                prefixes.retire(block, self._level + seconds * prefixes.uses(block))
+                prefixes.retire(block, self._level.value + worth(seconds, prefixes.uses(block), 1))
 
     # Prefixes.
 
@@ -240,11 +238,11 @@ class Memory:
         """Queue an adapter that has become idle among what may leave, or let it leave where that was ordered."""
         if not slot.idle:
             return
-        worth = slot.load_s * (slot.uses + 1) / max(1, len(slot.chunk_ids))
-        self._idle_adapters.add(slot.index, self._level + worth)
+        saved = worth(slot.load_s, slot.uses + 1, len(slot.chunk_ids))
+        self._idle_adapters.add(slot.index, self._level.value + saved)
         if slot.unload_ids:
             self._unloaded += slot.unload_ids
-            self._evict(slot, self._level)
+            self._evict(slot, self._level.value)
 
     def _victims(self, new_bytes: int, claimed: Collection[str]) -> list[Slot] | None:
         """Return idle adapters to evict so that a slot and `new_bytes` of the byte limit are free, or None."""
@@ -276,14 +274,14 @@ class Memory:
                 self._evict(self._residency.slot(adapter[1]), adapter[0])
             elif block is not None:
                 priority, chunk = block
-                self._level = max(self._level, priority)
+                self._level.rise(priority)
                 prefixes.forget(chunk)
                 arena.release((chunk,), Use.IDLE_PREFIX)
             else:
                 raise ValueError("chunks that were available are not there")
 
     def _evict(self, slot: Slot, priority: float) -> None:
-        self._level = max(self._level, priority)
+        self._level.rise(priority)
         self._idle_adapters.discard(slot.index)
         self._residency.evict(slot)
         self._arena.release(slot.chunk_ids, Use.ADAPTER)

@@ -211,7 +211,7 @@ class Residency:
         return Changes(
             tuple(
                 [
-                    AdapterOnDevice(digest, slot.loading, slot.in_flight, slot.device_bytes)
+                    AdapterOnDevice(digest, slot.loading, slot.in_flight, slot.device_bytes, slot.load_s)
                     for digest, slot in slots.items()
                     if slot is not None
                 ]

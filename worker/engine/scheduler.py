@@ -339,6 +339,7 @@ class Scheduler:
             num_preempted=self._num_preempted,
             num_cached_tokens=self._num_cached_tokens,
             pinned_chunks=self._memory.residency.pinned_chunks,
+            adapter_bytes=self._memory.residency.used_bytes,
         )
 
     def _place_ordered(self, admission: Admission, now: float) -> list[Placement]:

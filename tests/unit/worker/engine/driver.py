@@ -49,7 +49,7 @@ def on_device(residency: Residency) -> dict[str, AdapterOnDevice]:
     """What the slots hold or are loading, by artifact digest."""
     return {
         slot.file.artifact_digest: AdapterOnDevice(
-            slot.file.artifact_digest, slot.loading, slot.in_flight, slot.device_bytes
+            slot.file.artifact_digest, slot.loading, slot.in_flight, slot.device_bytes, slot.load_s
         )
         for slot in residency._by_index.values()
     }
