@@ -74,7 +74,15 @@ class Router:
         inference, models, fleet = (
             InferenceService(self.inference, self.access),
             ModelService(self.catalog, self.access),
-            FleetService(self.fleet, self.catalog, self.access, self._evaluations, AdapterCalls(self.fleet)),
+            FleetService(
+                self.fleet,
+                self.catalog,
+                self.access,
+                self._evaluations,
+                AdapterCalls(self.fleet),
+                traffic,
+                promote_rate=settings.adapter_promote_rate,
+            ),
         )
         self._grpc = Server(
             [

@@ -8,7 +8,7 @@ from typing import Final
 
 from loraplex.types.v1 import generation_pb2
 from router.catalog import Resolved
-from router.demand import AdapterKey, Demand
+from router.demand import AdapterDemand, AdapterKey, Demand
 
 HALF_LIFE_S: Final = 60.0
 
@@ -21,6 +21,11 @@ class Traffic:
         self.replicas: Mapping[str, int] = {}
         """On how many workers' devices artifacts shall be, by digest; of others nothing was decided."""
         self._clock = clock
+
+    def now(self) -> tuple[list[AdapterDemand], dict[str, dict[AdapterKey, float]]]:
+        """Return what is asked of each adapter, most first, and each adapter's rate on each worker."""
+        now_s = self._clock()
+        return self.demand.adapters(now_s), self.demand.workers(now_s)
 
     def replicas_of(self, resolved: Resolved) -> int:
         """Return on how many workers' devices a request's adapter shall be; 0 where nothing was decided."""

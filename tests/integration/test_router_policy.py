@@ -9,16 +9,25 @@ from typing import Any
 import pytest
 
 from common.config import load_settings
+from loraplex.async_client import AsyncClient
+from loraplex.credentials import Credentials
+from loraplex.errors import Unauthenticated
+from loraplex.types.v1 import generation_pb2
+from loraplex.worker.v1 import worker_pb2
 from router.placement import rendezvous_weight
 from router.settings import RouterSettings
 from tests.integration.router_fakes import (
     BASE_ID,
+    Event,
     FakeRegistry,
     FakeWorker,
     adapter_entry,
     base_entry,
+    choice_finished,
+    delta,
     digest,
     eventually,
+    finished,
     running_router,
 )
 
@@ -76,6 +85,43 @@ async def test_a_router_that_is_told_so_fetches_nothing_ahead(registry: FakeRegi
         await router.generate("sql")
         await asyncio.sleep(1.5)  # a look of the policy would have come
         assert [worker.told for worker in workers] == [[], [], []]
+
+
+async def say_that_it_was_loaded(worker: FakeWorker, request: worker_pb2.GenerateRequest) -> AsyncIterator[Event]:
+    yield delta("hello")
+    yield choice_finished()
+    event = finished(worker, request, 5, 1)
+    event.finished.facts.tier_hit = generation_pb2.ADAPTER_TIER_DISK
+    event.finished.facts.adapter_load_time.FromMilliseconds(500)
+    yield event
+
+
+async def test_advice_follows_from_what_the_answers_tell(registry: FakeRegistry, workers: list[FakeWorker]):
+    worker = workers[0]
+    worker.script = say_that_it_was_loaded
+    settings: dict[str, Any] = {"adapter_rate_half_life_s": 10.0, "cluster_token": "the-token-of-this-test"}
+    operator, client = Credentials(cluster_token="the-token-of-this-test"), Credentials()
+    async with running_router(registry.address, worker.address, **settings) as router:
+        for _ in range(20):
+            await router.generate("sql")
+        async with AsyncClient(router.address, registry.address, credentials=client) as anybody:
+            with pytest.raises(Unauthenticated):
+                _ = [advice async for advice in anybody.list_advice()]
+        async with AsyncClient(router.address, registry.address, credentials=operator) as asking:
+            promote, merge = [advice async for advice in asking.list_advice()]
+            assert (promote.kind, promote.tenant, promote.adapter, promote.worker_id) == (
+                "promote",
+                "default",
+                "sql",
+                "",
+            )
+            assert promote.figures["cold_ratio"] == pytest.approx(1.0)
+            assert promote.figures["mean_load_s"] == pytest.approx(0.5)
+            assert (merge.kind, merge.adapter, merge.worker_id) == ("merge", "sql", worker.worker_id)
+            assert "100% of" in merge.reason
+            await registry.commit(adapter_entry("sql", pin_replicas=1))
+            await eventually(lambda: router.router.catalog.snapshot.revision == 2)
+            assert [advice.kind async for advice in asking.list_advice()] == ["merge"]
 
 
 def test_thresholds_that_would_make_adapters_flap_are_refused(capsys: pytest.CaptureFixture[str]):
