@@ -21,6 +21,7 @@ from loraplex.records import (
     AdapterOutcome,
     AdapterPin,
     AdapterRegistration,
+    Advice,
     ApiKey,
     BaseModel,
     BaseRegistration,
@@ -365,6 +366,17 @@ class AsyncClient:
         async for page in _pages(self._router, ask):
             for message in page.workers:
                 yield wire.worker(message)
+
+    async def list_advice(self) -> AsyncIterator[Advice]:
+        """Yield what an operator might do about the traffic that the router sees; most pressing of each kind first."""
+
+        async def ask(token: str) -> fleet_pb2.ListAdviceResponse:
+            request = fleet_pb2.ListAdviceRequest(page_size=PAGE_SIZE, page_token=token)
+            return await self._fleet.ListAdvice(request, timeout=self.timeouts.call_s, metadata=self._operator)
+
+        async for page in _pages(self._router, ask):
+            for message in page.advice:
+                yield wire.advice(message)
 
     @property
     def _for_fleet(self) -> Metadata:

@@ -46,6 +46,7 @@ from loraplex.records import (
     AdapterOutcome,
     AdapterPin,
     AdapterRegistration,
+    Advice,
     ApiKey,
     BaseModel,
     BaseRegistration,
@@ -397,6 +398,16 @@ class Client:
 
         for page in _pages(self._router, ask):
             yield from map(wire.worker, page.workers)
+
+    def list_advice(self) -> Iterator[Advice]:
+        """Yield what an operator might do about the traffic that the router sees; most pressing of each kind first."""
+
+        def ask(token: str) -> fleet_pb2.ListAdviceResponse:
+            request = fleet_pb2.ListAdviceRequest(page_size=PAGE_SIZE, page_token=token)
+            return self._fleet.ListAdvice(request, timeout=self.timeouts.call_s, metadata=self._operator)
+
+        for page in _pages(self._router, ask):
+            yield from map(wire.advice, page.advice)
 
     @property
     def _for_fleet(self) -> Metadata:

@@ -242,6 +242,22 @@ class AdapterOutcome:
 
 
 @dataclass(frozen=True, slots=True)
+class Advice:
+    """What an operator might do about the traffic that a router sees. `kind` is promote, throttle or merge.
+
+    `adapter` is empty where it is about a whole tenant, `worker_id` where it is about no worker in particular. Names of
+    `figures` end in what they count: `_per_second`, `_ratio` or `_s`.
+    """
+
+    kind: str
+    tenant: str
+    adapter: str
+    worker_id: str
+    figures: dict[str, float]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterRegistration:
     """The outcome of registering an adapter or of changing its format.
 

@@ -30,6 +30,7 @@ from loraplex.records import (
     AdapterPin,
     AdapterRegistration,
     AdapterVersion,
+    Advice,
     ApiKey,
     BaseModel,
     Evaluation,
@@ -45,6 +46,11 @@ from loraplex.router.v1 import fleet_pb2, inference_pb2, models_pb2
 from loraplex.spans import Span
 from loraplex.types.v1 import generation_pb2, sampling_pb2, trace_pb2
 
+_ADVICE_KINDS: Final = {
+    fleet_pb2.ADVICE_KIND_PROMOTE: "promote",
+    fleet_pb2.ADVICE_KIND_THROTTLE: "throttle",
+    fleet_pb2.ADVICE_KIND_MERGE: "merge",
+}
 _TIERS: Final = {
     generation_pb2.ADAPTER_TIER_UNSPECIFIED: "",
     generation_pb2.ADAPTER_TIER_DEVICE: "device",
@@ -397,4 +403,16 @@ def adapter_outcome(message: fleet_pb2.AdapterOutcome) -> AdapterOutcome:
         load_s=message.load_time.ToNanoseconds() / 1e9 if message.HasField("load_time") else None,
         error_reason=message.error_reason,
         error=message.error,
+    )
+
+
+def advice(message: fleet_pb2.Advice) -> Advice:
+    """Return the value of the message."""
+    return Advice(
+        kind=_ADVICE_KINDS.get(message.kind, ""),
+        tenant=message.tenant,
+        adapter=message.adapter,
+        worker_id=message.worker_id,
+        figures={figure.name: figure.value for figure in message.figures},
+        reason=message.reason,
     )

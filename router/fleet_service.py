@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Final
 
 from grpc import aio
 
@@ -14,24 +14,56 @@ from loraplex.router.v1 import fleet_pb2, fleet_pb2_grpc
 from loraplex.types.v1 import generation_pb2
 from router.access import Access
 from router.adapter_calls import AdapterCalls
+from router.advice import Advice, advise
+from router.advice import Kind as AdviceKind
 from router.catalog import Catalog
+from router.demand import AdapterKey
 from router.evaluation import EVALUATION_TIMEOUT_S, Evaluations
 from router.fleet import Fleet
 from router.placement import Residency, TierUse, WorkerView
 from router.service import authorization, min_revision
+from router.traffic import Traffic
+
+_ADVICE_KINDS: Final = {
+    AdviceKind.PROMOTE: fleet_pb2.ADVICE_KIND_PROMOTE,
+    AdviceKind.THROTTLE: fleet_pb2.ADVICE_KIND_THROTTLE,
+    AdviceKind.MERGE: fleet_pb2.ADVICE_KIND_MERGE,
+}
 
 
 class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     """For operators; each call is served by the module that owns it."""
 
     def __init__(
-        self, fleet: Fleet, catalog: Catalog, access: Access, evaluations: Evaluations, adapter_calls: AdapterCalls
+        self,
+        fleet: Fleet,
+        catalog: Catalog,
+        access: Access,
+        evaluations: Evaluations,
+        adapter_calls: AdapterCalls,
+        traffic: Traffic,
+        *,
+        promote_rate: float,
     ) -> None:
         self._fleet = fleet
         self._catalog = catalog
         self._access = access
         self._evaluations = evaluations
         self._adapter_calls = adapter_calls
+        self._traffic = traffic
+        self._promote_rate = promote_rate
+
+    async def ListAdvice(
+        self, request: fleet_pb2.ListAdviceRequest, context: aio.ServicerContext[Any, Any]
+    ) -> fleet_pb2.ListAdviceResponse:
+        """Tell what the traffic suggests."""
+        self._access.operator(authorization(context))
+        adapters = self._catalog.snapshot.adapters.values()
+        pinned = {AdapterKey(adapter.tenant, adapter.name) for adapter in adapters if adapter.pin_replicas}
+        found = advise(*self._traffic.now(), pinned, self._promote_rate)
+        numbered = [(f"{number:04}", advice) for number, advice in enumerate(found)]
+        page, token = page_of("advice", numbered, lambda entry: entry[0], request.page_size, request.page_token)
+        return fleet_pb2.ListAdviceResponse(advice=[to_advice(advice) for _, advice in page], next_page_token=token)
 
     async def PrefetchAdapter(
         self, request: fleet_pb2.PrefetchAdapterRequest, context: aio.ServicerContext[Any, Any]
@@ -88,6 +120,18 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
 
 def _worker_key(view: WorkerView) -> str:
     return f"{view.worker_id} {view.address}"
+
+
+def to_advice(advice: Advice) -> fleet_pb2.Advice:
+    """Return advice as clients get it."""
+    return fleet_pb2.Advice(
+        kind=_ADVICE_KINDS[advice.kind],
+        tenant=advice.tenant,
+        adapter=advice.adapter,
+        worker_id=advice.worker_id,
+        figures=[fleet_pb2.AdviceFigure(name=name, value=value) for name, value in advice.figures.items()],
+        reason=advice.reason,
+    )
 
 
 def to_worker(view: WorkerView, names: Mapping[str, Sequence[str]]) -> fleet_pb2.Worker:

@@ -21,12 +21,14 @@ from common import tracing
 from loraplex import errors
 from loraplex.metadata_keys import REQUEST_ID_KEY, STATUS_SEQUENCE_KEY
 from loraplex.router.v1 import inference_pb2
+from loraplex.types.v1 import generation_pb2
 from loraplex.worker.v1 import worker_pb2
 from router.catalog import Resolved, Version
 from router.fleet import Fleet
 from router.fleet_link import Flight
 from router.placement import Pick, PlacementRequest, pick, prompt_tokens_on
 from router.traces import CallTrace
+from router.traffic import Traffic
 from router.worker_errors import worker_error, worker_lost
 
 log = structlog.get_logger(__name__)
@@ -102,7 +104,9 @@ class WorkerStream:
         worker_id: str,
         trace: CallTrace,
         on_close: Callable[[WorkerStream], None] = lambda _: None,
+        on_finished: Callable[[generation_pb2.Finished], None] = lambda _: None,
     ) -> None:
+        self._on_finished = on_finished
         self.worker_id = worker_id
         self._trace = trace
         self._on_close = on_close
@@ -144,6 +148,7 @@ class WorkerStream:
             self._has_finished = True
             self._flight.end()
             self._trace.finished(event.finished)
+            self._on_finished(event.finished)
         return event
 
     async def _next(self) -> worker_pb2.GenerateResponse:
@@ -182,7 +187,10 @@ def _sequence_of(metadata: aio.Metadata) -> int | None:
 
 
 class Forwarder:
-    """Places requests on the fleet. `on_retry` is told the reason whenever another worker is tried."""
+    """Places requests on the fleet. `on_retry` is told the reason whenever another worker is tried.
+
+    `traffic` is told of every request and tells on how many workers an adapter shall be.
+    """
 
     def __init__(
         self,
@@ -191,7 +199,9 @@ class Forwarder:
         rng: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_retry: Callable[[str], None] = lambda _: None,
+        traffic: Traffic | None = None,
     ) -> None:
+        self._traffic = traffic or Traffic()
         self._fleet = fleet
         self._rng = rng or random.Random()  # noqa: S311 - breaks ties, guards nothing
         self._clock = clock
@@ -217,7 +227,9 @@ class Forwarder:
             prompt_tokens=estimated_prompt_tokens(job.request),
             artifact_digest=job.resolved.version.artifact_digest if job.resolved.version else "",
             artifact_bytes=job.resolved.version.artifact_bytes if job.resolved.version else 0,
+            replicas=self._traffic.replicas_of(job.resolved),
         )
+        self._traffic.arrived(job.tenant, job.resolved, placement.prompt_tokens)
         request = to_worker_request(job)
         tried: list[str] = []
         failure: errors.LoraplexError | None = None
@@ -239,7 +251,7 @@ class Forwarder:
                     raise failure from None
                 raise
             try:
-                return await self._attempt(choice, placement, request, remaining_s, len(tried) + 1)
+                stream = await self._attempt(choice, placement, job, request, remaining_s, len(tried) + 1)
             except errors.LoraplexError as error:
                 if failure is not None and isinstance(error, errors.DeadlineUnreachable | errors.DeadlineExceeded):
                     raise failure from None  # says more than that too little time was left for another worker
@@ -255,11 +267,15 @@ class Forwarder:
                     reason=error.reason,
                     error=str(error),
                 )
+            else:
+                self._traffic.placed(job.tenant, job.resolved, choice.worker.worker_id)
+                return stream
 
     async def _attempt(
         self,
         choice: Pick,
         placement: PlacementRequest,
+        job: Job,
         request: worker_pb2.GenerateRequest,
         remaining_s: float,
         attempt: int,
@@ -278,7 +294,14 @@ class Forwarder:
             timeout=remaining_s,
             metadata=((REQUEST_ID_KEY, request.request_id), *self._fleet.credentials, *trace.metadata()),
         )
-        stream = WorkerStream(call, flight, worker.worker_id, trace, self._streams.discard)
+        stream = WorkerStream(
+            call,
+            flight,
+            worker.worker_id,
+            trace,
+            self._streams.discard,
+            lambda finished: self._traffic.finished(job.tenant, job.resolved, finished.facts),
+        )
         self._streams.add(stream)
         try:
             await stream.start()

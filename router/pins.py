@@ -9,7 +9,6 @@ that shall keep it have it on their device.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -26,8 +25,6 @@ UNDO_AFTER_S: Final = 10.0
 
 _TICK_S: Final = 1.0
 _UNKNOWN: Final = "0" * 64  # for a version's digest; workers ask for the form of one
-
-_weight = functools.lru_cache(maxsize=65_536)(rendezvous_weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +112,9 @@ class PinPlanner:
         digest, base = pin.version.artifact_digest, pin.version.base_digest
         able = [worker_id for worker_id, (its_base, _) in self._serving_s.items() if its_base == base]
         if pin.replicas < len(able):
-            able = sorted(able, key=lambda worker_id: _weight(digest, worker_id), reverse=True)[: pin.replicas]
+            able = sorted(able, key=lambda worker_id: rendezvous_weight(digest, worker_id), reverse=True)[
+                : pin.replicas
+            ]
         return frozenset(able)
 
     def _undo(

@@ -7,6 +7,7 @@ Knows no I/O and no clock; randomness is an argument. The fleet builds the views
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
 import random
 from collections.abc import Collection, Mapping, Sequence
@@ -99,12 +100,16 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
-    """What placement knows of a request. `prompt_tokens` is an estimate; without `artifact_digest` it asks the base."""
+    """What placement knows of a request. `prompt_tokens` is an estimate; without `artifact_digest` it asks the base.
+
+    `replicas` is on how many devices the adapter shall be; 0 leaves it to chance.
+    """
 
     base_digest: str
     prompt_tokens: int
     artifact_digest: str = ""
     artifact_bytes: int = 0
+    replicas: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +186,11 @@ def pick(
     """Choose the worker with the least expected time to first token.
 
     Workers within max(20 ms, 10 %) of the best tie. Among those, the ones that hold the adapter on their device (or
-    are loading it) share at random; a cold adapter goes by rendezvous hash of (artifact digest, worker id), so that
-    routers that know nothing of each other agree where it belongs; the base goes at random. Workers that are silent
-    are used only if nothing else is there. `exclude` holds worker ids that were tried already.
+    are loading it) share at random, but no more of them than the request's `replicas`, the first in rendezvous order:
+    so an adapter that is on more devices than it shall be is no longer asked for on some of them. A cold adapter goes
+    by rendezvous hash of (artifact digest, worker id), so that routers that know nothing of each other agree where it
+    belongs; the base goes at random. Workers that are silent are used only if nothing else is there. `exclude` holds
+    worker ids that were tried already.
 
     Raises NoWorker with the reason.
     """
@@ -203,20 +210,25 @@ def pick(
     tied = [Pick(worker, score) for score, worker in scored if score <= limit_s]
     digest = request.artifact_digest
     if digest:
-        warm = [choice for choice in tied if _is_warm(choice.worker, digest)]
+        warm = [choice for choice in tied if is_warm(choice.worker, digest)]
         if not warm:
             return max(tied, key=lambda choice: rendezvous_weight(digest, choice.worker.worker_id))
+        if 0 < request.replicas < len(warm):
+            warm.sort(key=lambda choice: rendezvous_weight(digest, choice.worker.worker_id), reverse=True)
+            del warm[request.replicas :]
         tied = warm
     return rng.choice(tied)
 
 
+@functools.lru_cache(maxsize=32_768)
 def rendezvous_weight(digest: str, worker_id: str) -> int:
     """Return the weight of a worker for an adapter; the worker with the greatest is where the adapter belongs."""
     joined = f"{digest}\0{worker_id}".encode()
     return int.from_bytes(hashlib.blake2b(joined, digest_size=8).digest(), "big")
 
 
-def _is_warm(worker: WorkerView, digest: str) -> bool:
+def is_warm(worker: WorkerView, digest: str) -> bool:
+    """Tell whether an artifact is on the worker's device, or on its way there."""
     residency = worker.adapters.get(digest)
     return digest in worker.own_adapters or (
         residency is not None and (residency.tier is Tier.DEVICE or residency.loading)
@@ -232,7 +244,7 @@ def homes(base_digest: str, artifact_digest: str, workers: Sequence[WorkerView])
     candidates = [worker for worker in usable if not worker.silent] or usable
     return sorted(
         candidates,
-        key=lambda worker: (_is_warm(worker, artifact_digest), rendezvous_weight(artifact_digest, worker.worker_id)),
+        key=lambda worker: (is_warm(worker, artifact_digest), rendezvous_weight(artifact_digest, worker.worker_id)),
         reverse=True,
     )
 

@@ -36,6 +36,7 @@ from router.quota import Limits
 from router.service import InferenceService, ModelService
 from router.settings import RouterSettings
 from router.steering import Steering
+from router.traffic import Traffic
 
 log = structlog.get_logger(__name__)
 
@@ -53,7 +54,8 @@ class Router:
         credentials = bearer(settings.cluster_secret)
         self._catalog_watch = CatalogWatch(self.catalog, settings.registry, credentials=credentials)
         self.fleet = Fleet(parse_workers(settings.workers), credentials=credentials)
-        self._steering = Steering(self.catalog, self.fleet)
+        traffic = Traffic(settings.adapter_rate_half_life_s)
+        self._steering = Steering(self.catalog, self.fleet, traffic, settings.policy)
         self.access = Access(
             self.catalog,
             cluster_token=settings.cluster_secret,
@@ -63,7 +65,7 @@ class Router:
         self._activity = Activity()
         self.inference = Inference(
             self.catalog,
-            Forwarder(self.fleet, on_retry=self.metrics.retried),
+            Forwarder(self.fleet, on_retry=self.metrics.retried, traffic=traffic),
             self.metrics,
             Limits(router=settings.max_requests, tenant=settings.max_tenant_requests),
             request_timeout_s=settings.request_timeout_s,
@@ -72,7 +74,15 @@ class Router:
         inference, models, fleet = (
             InferenceService(self.inference, self.access),
             ModelService(self.catalog, self.access),
-            FleetService(self.fleet, self.catalog, self.access, self._evaluations, AdapterCalls(self.fleet)),
+            FleetService(
+                self.fleet,
+                self.catalog,
+                self.access,
+                self._evaluations,
+                AdapterCalls(self.fleet),
+                traffic,
+                promote_rate=settings.adapter_promote_rate,
+            ),
         )
         self._grpc = Server(
             [

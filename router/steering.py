@@ -1,25 +1,28 @@
-"""Tells workers, unasked, what adapters to keep and to fetch: the driver of what `pins` decides.
+"""Tells workers, unasked, what adapters to keep and to fetch: the driver of what `pins` and `adapter_policy` decide.
 
 Owns the calls in flight. Looks when the catalog or a worker's residency has changed, when a call ends, and when time
-alone makes something due.
+alone makes something due; at what is asked for, once a second.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import structlog
 
 from loraplex.errors import LoraplexError
 from loraplex.worker.v1 import worker_pb2, worker_pb2_grpc
+from router.adapter_policy import AdapterPolicy, PolicySettings, Wanted
 from router.catalog import Catalog
 from router.fleet import Fleet
 from router.forward import to_worker_adapter
 from router.orders import Deliveries, Kind, Order
 from router.pins import PinPlanner, desired_pins
+from router.placement import WorkerView
+from router.traffic import Traffic
 from router.worker_calls import answer_of
 
 log = structlog.get_logger(__name__)
@@ -27,17 +30,33 @@ log = structlog.get_logger(__name__)
 CALL_TIMEOUT_S: Final = 15.0
 """Workers answer at once: what is fetched is fetched afterwards."""
 
+_LOOK_EVERY_S: Final = 1.0  # rates fall with time alone
+
 _GATHER_S: Final = 0.1  # a burst of changes is looked at once
 
 
 class Steering:
-    """Keeps workers as they shall be while `run` runs. `clock` returns monotonic seconds."""
+    """Keeps workers as they shall be while `run` runs. Without `policy` there are pins only.
 
-    def __init__(self, catalog: Catalog, fleet: Fleet, *, clock: Callable[[], float] = time.monotonic) -> None:
+    `clock` returns monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        fleet: Fleet,
+        traffic: Traffic,
+        policy: PolicySettings | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._catalog = catalog
         self._fleet = fleet
+        self._traffic = traffic
         self._clock = clock
         self._pins = PinPlanner()
+        self._policy = AdapterPolicy(policy) if policy is not None else None
+        self._policy_look_s = 0.0
         self._deliveries = Deliveries()
         self._ended = asyncio.Event()
 
@@ -55,14 +74,32 @@ class Steering:
         """Send what is due; return when to look again though nothing changes."""
         if not self._fleet.is_surveyed:
             return None  # an adapter's place among half of the workers would not be its place
-        now_s = self._clock()
+        now_s, views = self._clock(), self._fleet.views()
         pins = desired_pins(self._catalog.snapshot.adapters.values())
-        plan = self._pins.plan(pins, self._fleet.views(), now_s, in_step=self._catalog.in_step)
+        plan = self._pins.plan(pins, views, now_s, in_step=self._catalog.in_step)
+        orders, next_look_s = [*plan.orders], None
+        if self._policy is not None:
+            if now_s >= self._policy_look_s:
+                self._policy_look_s = now_s + _LOOK_EVERY_S
+                orders += self._decided(self._policy, views, now_s)
+            next_look_s = self._policy_look_s
         self._ended.clear()
-        due, again_s = self._deliveries.begin(plan.orders, now_s)
+        due, again_s = self._deliveries.begin(orders, now_s)
         for order in due:
             tasks.create_task(self._send(order, self._fleet.stub(order.address)))
-        return min((at_s for at_s in (plan.again_s, again_s) if at_s is not None), default=None)
+        return min((at_s for at_s in (plan.again_s, again_s, next_look_s) if at_s is not None), default=None)
+
+    def _decided(self, policy: AdapterPolicy, views: Sequence[WorkerView], now_s: float) -> tuple[Order, ...]:
+        """Decide from what was asked for lately; return what to tell workers now."""
+        adapters = self._catalog.snapshot.adapters
+        wanted = [
+            Wanted(demand, adapter.current)
+            for demand in self._traffic.demand.adapters(now_s)
+            if (adapter := adapters.get((demand.key.tenant, demand.key.name))) is not None
+        ]
+        decided = policy.plan(wanted, views, now_s)
+        self._traffic.replicas = decided.replicas
+        return decided.orders
 
     async def _send(self, order: Order, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
         where = {"worker_id": order.worker_id, "artifact": order.version.artifact_digest[:12]}

@@ -6,6 +6,7 @@ import io
 import sys
 
 from loraplex.cli import adapters, bases, keys, steering, workers
+from loraplex.cli.advice import advice
 from loraplex.cli.app import new_group
 from loraplex.cli.chat import chat
 from loraplex.cli.demo import demo
@@ -29,6 +30,7 @@ app.add_typer(keys.app, name="key")
 app.add_typer(workers.app, name="worker")
 app.command()(models)
 app.command()(plan)
+app.command()(advice)
 app.command()(version)
 
 

@@ -9,6 +9,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from loraplex.types.v1 import evaluation_pb2 as _evaluation_pb2
 from loraplex.types.v1 import generation_pb2 as _generation_pb2
 import builtins as _builtins
@@ -21,6 +22,34 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _AdviceKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _AdviceKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AdviceKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ADVICE_KIND_UNSPECIFIED: _AdviceKind.ValueType  # 0
+    """Never sent."""
+    ADVICE_KIND_PROMOTE: _AdviceKind.ValueType  # 1
+    """Keep an adapter: many of its many requests wait for its load."""
+    ADVICE_KIND_THROTTLE: _AdviceKind.ValueType  # 2
+    """Bound an adapter's or a tenant's requests: its loads push out what others ask for."""
+    ADVICE_KIND_MERGE: _AdviceKind.ValueType  # 3
+    """Give an adapter a worker of its own, merged into the base: it makes most of a worker's requests."""
+
+class AdviceKind(_AdviceKind, metaclass=_AdviceKindEnumTypeWrapper):
+    """What is advised."""
+
+ADVICE_KIND_UNSPECIFIED: AdviceKind.ValueType  # 0
+"""Never sent."""
+ADVICE_KIND_PROMOTE: AdviceKind.ValueType  # 1
+"""Keep an adapter: many of its many requests wait for its load."""
+ADVICE_KIND_THROTTLE: AdviceKind.ValueType  # 2
+"""Bound an adapter's or a tenant's requests: its loads push out what others ask for."""
+ADVICE_KIND_MERGE: AdviceKind.ValueType  # 3
+"""Give an adapter a worker of its own, merged into the base: it makes most of a worker's requests."""
+Global___AdviceKind: _TypeAlias = AdviceKind  # noqa: Y015
 
 @_typing.final
 class WorkerAdapter(_message.Message):
@@ -547,3 +576,127 @@ class UnloadAdapterResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UnloadAdapterResponse: _TypeAlias = UnloadAdapterResponse  # noqa: Y015
+
+@_typing.final
+class AdviceFigure(_message.Message):
+    """A number that advice follows from."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """What it is; ends in what it counts: _per_second, _ratio (0 to 1) or _s."""
+    value: _builtins.float
+    """The number."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        value: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdviceFigure: _TypeAlias = AdviceFigure  # noqa: Y015
+
+@_typing.final
+class Advice(_message.Message):
+    """One piece of advice. Nothing is done of itself."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    FIGURES_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    kind: Global___AdviceKind.ValueType
+    """What is advised."""
+    tenant: _builtins.str
+    """The tenant it is about."""
+    adapter: _builtins.str
+    """The adapter it is about; empty where it is about the whole tenant."""
+    worker_id: _builtins.str
+    """The worker it is about; empty where it is about none in particular."""
+    reason: _builtins.str
+    """The same in words, with what to do."""
+    @_builtins.property
+    def figures(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdviceFigure]:
+        """What it follows from."""
+
+    def __init__(
+        self,
+        *,
+        kind: Global___AdviceKind.ValueType = ...,
+        tenant: _builtins.str = ...,
+        adapter: _builtins.str = ...,
+        worker_id: _builtins.str = ...,
+        figures: _abc.Iterable[Global___AdviceFigure] | None = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "figures", b"figures", "kind", b"kind", "reason", b"reason", "tenant", b"tenant", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Advice: _TypeAlias = Advice  # noqa: Y015
+
+@_typing.final
+class ListAdviceRequest(_message.Message):
+    """Asks for a page of advice."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """At most this many; 0 means 100, at most 1000."""
+    page_token: _builtins.str
+    """From the last response; empty starts."""
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAdviceRequest: _TypeAlias = ListAdviceRequest  # noqa: Y015
+
+@_typing.final
+class ListAdviceResponse(_message.Message):
+    """A page of advice."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADVICE_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Asks for the next page; empty at the end."""
+    @_builtins.property
+    def advice(self) -> _containers.RepeatedCompositeFieldContainer[Global___Advice]:
+        """The advice; of a kind 20 at most."""
+
+    def __init__(
+        self,
+        *,
+        advice: _abc.Iterable[Global___Advice] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "next_page_token", b"next_page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAdviceResponse: _TypeAlias = ListAdviceResponse  # noqa: Y015

@@ -60,6 +60,11 @@ class FleetServiceStub:
                 request_serializer=loraplex_dot_router_dot_v1_dot_fleet__pb2.UnloadAdapterRequest.SerializeToString,
                 response_deserializer=loraplex_dot_router_dot_v1_dot_fleet__pb2.UnloadAdapterResponse.FromString,
                 _registered_method=True)
+        self.ListAdvice = channel.unary_unary(
+                '/loraplex.router.v1.FleetService/ListAdvice',
+                request_serializer=loraplex_dot_router_dot_v1_dot_fleet__pb2.ListAdviceRequest.SerializeToString,
+                response_deserializer=loraplex_dot_router_dot_v1_dot_fleet__pb2.ListAdviceResponse.FromString,
+                _registered_method=True)
 
 
 class FleetServiceServicer:
@@ -103,6 +108,13 @@ class FleetServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListAdvice(self, request, context):
+        """Tells what an operator might do about the traffic that this router sees, the most pressing of each kind first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_FleetServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -130,6 +142,11 @@ def add_FleetServiceServicer_to_server(servicer, server):
                     servicer.UnloadAdapter,
                     request_deserializer=loraplex_dot_router_dot_v1_dot_fleet__pb2.UnloadAdapterRequest.FromString,
                     response_serializer=loraplex_dot_router_dot_v1_dot_fleet__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ListAdvice': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdvice,
+                    request_deserializer=loraplex_dot_router_dot_v1_dot_fleet__pb2.ListAdviceRequest.FromString,
+                    response_serializer=loraplex_dot_router_dot_v1_dot_fleet__pb2.ListAdviceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -268,6 +285,33 @@ class FleetService:
             '/loraplex.router.v1.FleetService/UnloadAdapter',
             loraplex_dot_router_dot_v1_dot_fleet__pb2.UnloadAdapterRequest.SerializeToString,
             loraplex_dot_router_dot_v1_dot_fleet__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdvice(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/loraplex.router.v1.FleetService/ListAdvice',
+            loraplex_dot_router_dot_v1_dot_fleet__pb2.ListAdviceRequest.SerializeToString,
+            loraplex_dot_router_dot_v1_dot_fleet__pb2.ListAdviceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -142,6 +142,19 @@ class FakeCluster(
             outcomes[2] = fleet_pb2.AdapterOutcome(worker_id="w2", error_reason="NO_SPACE", error="the disk is full")
         return fleet_pb2.PrefetchAdapterResponse(outcomes=outcomes)
 
+    async def ListAdvice(self, request, context) -> fleet_pb2.ListAdviceResponse:
+        self._note(context)
+        figure = fleet_pb2.AdviceFigure(name="cold_ratio", value=0.5)
+        entries = [
+            fleet_pb2.Advice(
+                kind=fleet_pb2.ADVICE_KIND_PROMOTE, tenant="default", adapter="sql", figures=[figure], reason="it waits"
+            ),
+            fleet_pb2.Advice(kind=fleet_pb2.ADVICE_KIND_THROTTLE, tenant="acme", reason="it displaces"),
+            fleet_pb2.Advice(kind=fleet_pb2.ADVICE_KIND_MERGE, adapter="sql", worker_id="w0", reason="it is most"),
+        ]
+        page, token = self._page(entries if self.adapters else [], request.page_token)
+        return fleet_pb2.ListAdviceResponse(advice=page, next_page_token=token)
+
     async def LoadAdapter(self, request, context) -> fleet_pb2.LoadAdapterResponse:
         self.steered.append(request)
         outcome = fleet_pb2.AdapterOutcome(worker_id="w0", tier=generation_pb2.ADAPTER_TIER_DISK)

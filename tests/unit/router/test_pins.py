@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loraplex.pins import PIN_ON_ALL
@@ -156,6 +156,7 @@ some_workers = st.lists(st.sets(tags), min_size=1, max_size=5).map(
 )
 
 
+@settings(max_examples=50)
 @given(wanted=some_pins, workers=some_workers)
 def test_routers_agree_and_come_to_rest_with_every_pin_where_it_belongs(
     wanted: dict[str, Pin], workers: list[WorkerView]
@@ -174,6 +175,7 @@ def test_routers_agree_and_come_to_rest_with_every_pin_where_it_belongs(
     assert {d for w in workers for d, residency in w.adapters.items() if residency.pinned} == set(wanted)
 
 
+@settings(max_examples=50)
 @given(wanted=some_pins, count=st.integers(2, 6), lost=st.integers(0, 5))
 def test_a_pin_moves_only_where_its_worker_goes(wanted: dict[str, Pin], count: int, lost: int) -> None:
     workers = fleet(count)

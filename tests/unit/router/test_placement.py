@@ -106,6 +106,22 @@ def test_a_small_adapter_stays_where_it_is_although_loading_it_would_tie() -> No
     assert {pick(tiny, [here, elsewhere], random.Random(seed)).worker.worker_id for seed in range(20)} == {"w1"}
 
 
+@pytest.mark.parametrize(("replicas", "used"), [(0, 4), (1, 1), (2, 2), (9, 4)])
+def test_no_more_devices_are_used_than_an_adapter_shall_be_on(replicas: int, used: int) -> None:
+    workers = [view(f"w{i}", adapters={ADAPTER: Residency(Tier.DEVICE)}) for i in range(4)]
+    request = replace(WITH_ADAPTER, replicas=replicas)
+    chosen = {pick(request, workers, random.Random(seed)).worker.worker_id for seed in range(60)}
+    ranked = sorted((f"w{i}" for i in range(4)), key=lambda name: rendezvous_weight(ADAPTER, name), reverse=True)
+    assert chosen == set(ranked[:used])
+
+
+def test_one_device_too_many_is_used_again_where_waiting_for_the_others_costs_more() -> None:
+    workers = [view(f"w{i}", adapters={ADAPTER: Residency(Tier.DEVICE)}) for i in range(2)]
+    first = pick(replace(WITH_ADAPTER, replicas=1), workers, rng()).worker.worker_id
+    swamped = [replace(w, queued_prefill_tokens=1000) if w.worker_id == first else w for w in workers]
+    assert pick(replace(WITH_ADAPTER, replicas=1), swamped, rng()).worker.worker_id != first
+
+
 def test_silent_workers_are_used_only_if_nothing_else_is() -> None:
     silent, busy = view("w1", silent=True), view("w2", queued_prefill_tokens=50_000)
     assert pick(REQUEST, [silent, busy], rng()).worker.worker_id == "w2"

@@ -338,7 +338,7 @@ def test_an_interrupt_exits_130_and_cancels_the_request(run, fake_cluster, monke
 @pytest.mark.parametrize(
     "command", ["up", "demo", "generate", "chat", "models", "version", "adapter add", "adapter list", "adapter show",
                 "adapter evaluate", "adapter repack", "adapter rm", "adapter pin", "adapter unpin", "adapter prefetch",
-                "adapter unload", "base add", "base list", "worker list"],
+                "adapter unload", "advice", "base add", "base list", "worker list"],
 )  # fmt: skip
 def test_every_command_has_help_and_json(run, command):
     ran = run(*command.split(), "--help")

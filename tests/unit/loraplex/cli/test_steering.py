@@ -83,3 +83,16 @@ def test_workers_tell_their_tiers_and_what_is_pinned_or_refused(run):
     assert worker["disk_tier"] == {"used_bytes": 2000, "budget_bytes": 10**9, "num_adapters": 0}
     assert worker["host_tier"] is None
     assert worker["adapters"][1]["quarantine_end_time"] == "1970-01-01T00:01:00+00:00"
+
+
+def test_advice_is_told_with_its_reasons_and_its_figures_as_json(run, fake_cluster):
+    rows = [line.split() for line in run("advice").out.splitlines()]
+    assert rows[1:] == [
+        ["promote", "sql", "-", "it", "waits"],
+        ["throttle", "all", "of", "acme", "-", "it", "displaces"],
+        ["merge", "sql", "w0", "it", "is", "most"],
+    ]
+    told = run("advice", "--json").json()["advice"]
+    assert (told[0]["kind"], told[0]["figures"]) == ("promote", {"cold_ratio": 0.5})
+    fake_cluster.adapters.clear()
+    assert run("advice").err == "nothing to advise\n"
