@@ -192,4 +192,5 @@ class Link:
             device=status.device,
             dtype=status.dtype,
             base_quantization=status.base_quantization,
+            dedicated_artifact_digest=status.dedicated_artifact_digest,
         )

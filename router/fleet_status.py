@@ -29,6 +29,7 @@ _PLAIN_FIELDS: Final = (
     "device",
     "dtype",
     "base_quantization",
+    "dedicated_artifact_digest",
 )
 _TIERS: Final = frozenset(int(tier) for tier in Tier)
 
@@ -53,6 +54,7 @@ class WorkerStatus:
     device: str = ""
     dtype: str = ""
     base_quantization: str = ""
+    dedicated_artifact_digest: str = ""
     adapters: Mapping[str, Residency] = field(default_factory=lambda: NO_ADAPTERS)
 
     def merged(self, message: worker_pb2.WatchStatusResponse) -> WorkerStatus:

@@ -26,8 +26,10 @@ from loraplex.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_serv
 from worker.adapters.source import RegistrySource
 from worker.adapters.store import AdapterStore
 from worker.admission import Admission
+from worker.dedicated import Dedication
 from worker.engine_client import EngineClient, EnginePatience, EngineState
 from worker.generation import StreamLimits
+from worker.mailbox import AdapterOnDevice
 from worker.metrics import Metrics, Snapshot
 from worker.service import Parts, ServedBase, WorkerService
 from worker.settings import WorkerSettings
@@ -77,6 +79,7 @@ class WorkerApp:
             on_change=self._file_changed,
             is_on_device=lambda digest: digest in self._engine.adapters,
         )
+        self._dedication = None if settings.dedicated is None else Dedication(settings.dedicated, self._store)
         self._activity = Activity()
         self._metrics = Metrics(self._snapshot)
         self._service = WorkerService(
@@ -88,6 +91,7 @@ class WorkerApp:
                 board=self._board,
                 limits=limits or StreamLimits(stall_timeout_s=settings.stream_stall_s),
                 metrics=self._metrics,
+                dedication=self._dedication,
             )
         )
         calls = CallInterceptor(self._metrics.calls, self._activity)
@@ -132,7 +136,7 @@ class WorkerApp:
             engine = tasks.create_task(self._open_and_run())
             await stop.wait()
             await self._drain()
-            if self._base_digest:
+            if self._base_digest and (self._dedication is None or self._dedication.is_fetched):
                 await self._engine.stop()
                 await engine
             for task in (engine, *followers):
@@ -160,7 +164,8 @@ class WorkerApp:
         log.info("base.identified", digest=self._base_digest, seconds=round(time.monotonic() - started_s, 2))
         self._service.open(ServedBase(self._base_digest, text))
         self._changed()
-        await self._engine.run(self._engine_command or settings.engine_command(self._base_digest))
+        merged = None if self._dedication is None else await self._dedication.fetch()
+        await self._engine.run(self._engine_command or settings.engine_command(self._base_digest, merged))
 
     async def _drain(self) -> None:
         """Announce, refuse what is new, finish what is open."""
@@ -225,6 +230,8 @@ class WorkerApp:
         seen = (engine.state, engine.epoch, engine.status, self._admission.unseen_tokens)
         if artifact_digests or seen != self._seen:
             self._seen = seen
+            if self._settings.dedicated is not None:
+                self._adapters.touch((self._settings.dedicated,))
             self._health_due.set()
             self._board.changed()
 
@@ -279,8 +286,14 @@ class WorkerApp:
             cached_bytes=self._store.size_bytes(artifact_digest),
             fetching=self._store.is_fetching(artifact_digest),
             in_flight=self._admission.in_flight(artifact_digest),
-            held=self._engine.adapters.get(artifact_digest),
+            held=self._held_on_device(artifact_digest),
         )
+
+    def _held_on_device(self, artifact_digest: str) -> AdapterOnDevice | None:
+        size = self._store.size_bytes(artifact_digest)
+        if artifact_digest == self._settings.dedicated and self._engine.state is EngineState.READY and size is not None:
+            return AdapterOnDevice(artifact_digest, False, self._admission.in_flight(artifact_digest), size)
+        return self._engine.adapters.get(artifact_digest)
 
     def _assemble(self, sequence: int) -> WorkerStatus:
         engine, admission = self._engine, self._admission
@@ -295,4 +308,5 @@ class WorkerApp:
             active_choices=admission.active_choices,
             unseen_tokens=admission.unseen_tokens,
             adapters=self._adapters.view(),
+            dedicated_artifact_digest=self._settings.dedicated or "",
         )

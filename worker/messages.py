@@ -55,6 +55,7 @@ _SCALARS: Final = (
     "device",
     "dtype",
     "base_quantization",
+    "dedicated_artifact_digest",
 )
 
 
