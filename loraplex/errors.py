@@ -35,6 +35,7 @@
         ├── Draining                   UNAVAILABLE          DRAINING
         ├── EngineDown                 UNAVAILABLE          ENGINE_DOWN
         ├── WorkerLost                 UNAVAILABLE          WORKER_LOST
+        ├── NotServedHere              UNAVAILABLE          NOT_SERVED_HERE
         ├── ArtifactUnreachable        UNAVAILABLE          ARTIFACT_UNREACHABLE
         ├── CatalogBehind              UNAVAILABLE          CATALOG_BEHIND
         └── RegistryUnavailable        UNAVAILABLE          REGISTRY_UNAVAILABLE
@@ -287,6 +288,12 @@ class WorkerLost(Unavailable):
     """The connection to the worker broke in mid-stream."""
 
     reason = "WORKER_LOST"
+
+
+class NotServedHere(Unavailable):
+    """The worker is dedicated to another adapter; another worker may serve the request."""
+
+    reason = "NOT_SERVED_HERE"
 
 
 class ArtifactUnreachable(Unavailable):

@@ -58,7 +58,7 @@ class Evaluations:
         Raises NoWorker, DeadlineExceeded, WorkerLost, and what the worker refuses with.
         """
         deadline_s = self._clock() + timeout_s
-        placement = PlacementRequest(request.base_digest, 0, request.artifact_digest)
+        placement = PlacementRequest(request.base_digest, 0, request.artifact_digest, beside_base=True)
         asked = worker_pb2.EvaluateAdapterRequest(
             base_digest=request.base_digest,
             version_digest=request.version_digest,

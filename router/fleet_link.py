@@ -223,4 +223,5 @@ class Link:
             device_tier=status.device_tier,
             host_tier=status.host_tier,
             disk_tier=status.disk_tier,
+            dedicated_artifact_digest=status.dedicated_artifact_digest,
         )

@@ -29,6 +29,7 @@ _PLAIN_FIELDS: Final = (
     "device",
     "dtype",
     "base_quantization",
+    "dedicated_artifact_digest",
 )
 _TIER_USES: Final = ("device_tier", "host_tier", "disk_tier")
 _TIERS: Final = frozenset(int(tier) for tier in Tier)
@@ -57,6 +58,7 @@ class WorkerStatus:
     device_tier: TierUse | None = None
     host_tier: TierUse | None = None
     disk_tier: TierUse | None = None
+    dedicated_artifact_digest: str = ""
     adapters: Mapping[str, Residency] = field(default_factory=lambda: NO_ADAPTERS)
 
     def merged(self, message: worker_pb2.WatchStatusResponse) -> WorkerStatus:

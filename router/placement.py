@@ -96,6 +96,8 @@ class WorkerView:
     device_tier: TierUse | None = None
     host_tier: TierUse | None = None
     disk_tier: TierUse | None = None
+    dedicated_artifact_digest: str = ""
+    """Of the one adapter that the worker serves; empty where it serves any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,8 @@ class PlacementRequest:
     artifact_digest: str = ""
     artifact_bytes: int = 0
     replicas: int = 0
+    beside_base: bool = False
+    """The worker must have the base itself: none that is dedicated to an adapter will do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +129,8 @@ TIE_RATIO: Final = 0.10
 MIN_TOKENS_PER_SECOND: Final = 1.0
 """Workers promise a speed above 0; this keeps a broken promise from dividing by zero."""
 
+DEDICATED_PATIENCE_S: Final = 1.0
+"""How much longer an adapter's requests wait for a worker of its own before another one takes them."""
 WAITING_TOKENS: Final = 16
 """Tokens the running requests generate, all together, until one more waiting request gets its turn; an assumption."""
 
@@ -136,6 +142,12 @@ _LOAD_COST: Final[Mapping[Tier, tuple[float, float]]] = {
     Tier.SOURCE: (0.050, 1e8),
 }
 _LOADING_SHARE: Final = 0.5  # of a load under way, half is left on average
+
+
+def serves(worker: WorkerView, request: PlacementRequest) -> bool:
+    """Tell whether a worker takes such requests, by what it is dedicated to."""
+    dedicated = worker.dedicated_artifact_digest
+    return not dedicated or (dedicated == request.artifact_digest and not request.beside_base)
 
 
 def adapter_cost_s(worker: WorkerView, request: PlacementRequest) -> float:
@@ -185,6 +197,8 @@ def pick(
 ) -> Pick:
     """Choose the worker with the least expected time to first token.
 
+    Workers that are dedicated to the request's adapter go before all others, unless it is expected there more than
+    DEDICATED_PATIENCE_S later than elsewhere; those dedicated to another are not considered.
     Workers within max(20 ms, 10 %) of the best tie. Among those, the ones that hold the adapter on their device (or
     are loading it) share at random, but no more of them than the request's `replicas`, the first in rendezvous order:
     so an adapter that is on more devices than it shall be is no longer asked for on some of them. A cold adapter goes
@@ -199,6 +213,7 @@ def pick(
         for worker in workers
         if worker.state is State.SERVING
         and worker.base_digest == request.base_digest
+        and serves(worker, request)
         and worker.worker_id not in exclude
     ]
     if not usable:
@@ -206,6 +221,10 @@ def pick(
     candidates = [worker for worker in usable if not worker.silent] or usable
     scored = [(expected_s(worker, request), worker) for worker in candidates]
     best_s = min(score for score, _ in scored)
+    own = [(score, worker) for score, worker in scored if worker.dedicated_artifact_digest]
+    if own and min(score for score, _ in own) <= best_s + DEDICATED_PATIENCE_S:
+        scored = own
+        best_s = min(score for score, _ in scored)
     limit_s = best_s + max(TIE_S, TIE_RATIO * best_s)
     tied = [Pick(worker, score) for score, worker in scored if score <= limit_s]
     digest = request.artifact_digest
@@ -267,6 +286,13 @@ def no_worker(request: PlacementRequest, workers: Sequence[WorkerView], exclude:
             f"no reachable worker has base model {request.base_digest[:12]}; they have {held}",
             why="no_such_base",
             base_digest=request.base_digest,
+        )
+    right = [worker for worker in right if serves(worker, request)]
+    if not right:
+        return NoWorker(
+            "all workers with this base model are dedicated to other adapters; start one that is not",
+            why="dedicated",
+            retry_after_s=1.0,
         )
     left = [worker for worker in right if worker.worker_id not in exclude]
     if not left:

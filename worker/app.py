@@ -32,8 +32,10 @@ from worker.adapters.steering import Steering
 from worker.adapters.store import AdapterStore
 from worker.adapters.versions import Versions
 from worker.admission import Admission
+from worker.dedicated import Dedication
 from worker.engine_client import EngineClient, EnginePatience, EngineState
 from worker.generation import StreamLimits
+from worker.mailbox import AdapterOnDevice
 from worker.metrics import Metrics, Snapshot
 from worker.service import Parts, ServedBase, WorkerService
 from worker.settings import WorkerSettings
@@ -111,6 +113,7 @@ class WorkerApp:
             num_users=self._admission.in_flight,
             on_change=self._adapter_changed,
         )
+        self._dedication = None if settings.dedicated is None else Dedication(settings.dedicated, self._store)
         self._activity = Activity()
         self._metrics = Metrics(self._snapshot)
         self._service = WorkerService(
@@ -126,6 +129,7 @@ class WorkerApp:
                 limits=limits or StreamLimits(stall_timeout_s=settings.stream_stall_s),
                 metrics=self._metrics,
                 max_rank=settings.max_rank,
+                dedication=self._dedication,
             )
         )
         calls = CallInterceptor(self._metrics.calls, self._activity)
@@ -170,7 +174,7 @@ class WorkerApp:
             engine = tasks.create_task(self._open_and_run())
             await stop.wait()
             await self._drain()
-            if self._base_digest:
+            if self._base_digest and (self._dedication is None or self._dedication.is_fetched):
                 await self._engine.stop()
                 await engine
             for task in (engine, *followers):
@@ -198,7 +202,8 @@ class WorkerApp:
         log.info("base.identified", digest=self._base_digest, seconds=round(time.monotonic() - started_s, 2))
         self._service.open(ServedBase(self._base_digest, text))
         self._changed()
-        await self._engine.run(self._engine_command or settings.engine_command(self._base_digest))
+        merged = None if self._dedication is None else await self._dedication.fetch()
+        await self._engine.run(self._engine_command or settings.engine_command(self._base_digest, merged))
 
     async def _drain(self) -> None:
         """Announce, refuse what is new, finish what is open."""
@@ -265,6 +270,8 @@ class WorkerApp:
         seen = (engine.state, engine.epoch, engine.status, self._admission.unseen_tokens)
         if artifact_digests or seen != self._seen:
             self._seen = seen
+            if self._settings.dedicated is not None:
+                self._adapters.touch((self._settings.dedicated,))
             self._health_due.set()
             self._board.changed()
 
@@ -333,7 +340,7 @@ class WorkerApp:
             cached_bytes=self._store.size_bytes(artifact_digest),
             fetching=self._store.is_fetching(artifact_digest),
             in_flight=self._admission.in_flight(artifact_digest),
-            held=self._engine.adapters.get(artifact_digest),
+            held=self._held_on_device(artifact_digest),
             pinned=self._steering.is_pinned(artifact_digest),
             quarantine=None if sentence is None else (sentence.reason, sentence.end_s + self._clock_offset_s),
         )
@@ -342,6 +349,12 @@ class WorkerApp:
         """Tell the tier that holds an adapter, None for none."""
         status = self._look_up(artifact_digest)
         return None if status is None or status.tier is Tier.SOURCE else status.tier
+
+    def _held_on_device(self, artifact_digest: str) -> AdapterOnDevice | None:
+        size = self._store.size_bytes(artifact_digest)
+        if artifact_digest == self._settings.dedicated and self._engine.state is EngineState.READY and size is not None:
+            return AdapterOnDevice(artifact_digest, False, self._admission.in_flight(artifact_digest), size)
+        return self._engine.adapters.get(artifact_digest)
 
     def _assemble(self, sequence: int) -> WorkerStatus:
         engine, admission = self._engine, self._admission
@@ -357,6 +370,7 @@ class WorkerApp:
             unseen_tokens=admission.unseen_tokens,
             adapters=self._adapters.view(),
             tiers=self._tiers(),
+            dedicated_artifact_digest=self._settings.dedicated or "",
         )
 
     def _tiers(self) -> dict[Tier, TierUse]:

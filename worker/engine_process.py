@@ -94,6 +94,7 @@ class EngineOptions:
     cuda_graphs: bool
     async_scheduling: bool | None
     threads: int | None
+    merged_artifact: Path | None
     log_level: str
     log_format: LogFormat
 
@@ -122,6 +123,7 @@ def parse_options(argv: Sequence[str]) -> EngineOptions:
         "--async-scheduling", action=argparse.BooleanOptionalAction, default=None, help="default: on a GPU"
     )
     parser.add_argument("--threads", type=_positive, default=None, help="computing threads; default: one a core")
+    parser.add_argument("--merged-artifact", type=Path, default=None, help="packed adapter to fold into the base")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--log-format", default="auto", choices=["auto", "console", "json"])
     return EngineOptions(**vars(parser.parse_args(argv)))
@@ -204,7 +206,10 @@ def _config(options: EngineOptions, runner: OpenedRunner, prefill_tokens_per_sec
         max_adapter_wait_s=options.max_adapter_wait_s,
         mixed_batch_ratio=options.mixed_batch_ratio,
         prefix_cache=options.prefix_cache,
-        base_identity=f"{options.base_digest} {runner.dtype} {options.base_quantization}",
+        base_identity=" ".join(
+            (options.base_digest, runner.dtype, options.base_quantization)
+            + (() if options.merged_artifact is None else (options.merged_artifact.name,))
+        ),
     )
 
 
@@ -265,6 +270,7 @@ def _open_model_runner(options: EngineOptions) -> OpenedRunner:
         threads=options.threads or usable_cores(),
         cuda_graphs=options.cuda_graphs,
         max_vocabulary_bytes=options.max_vocabulary_bytes,
+        merged_artifact=options.merged_artifact,
     )
 
 

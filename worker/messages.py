@@ -58,6 +58,7 @@ _SCALARS: Final = (
     "device",
     "dtype",
     "base_quantization",
+    "dedicated_artifact_digest",
 )
 
 

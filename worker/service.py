@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import structlog
 from grpc import aio
+from msgspec.structs import replace
 
 from common import tracing
 from loraplex.errors import DeadlineExceeded, Draining, EngineDown, LoraplexError
@@ -33,6 +34,7 @@ from worker.adapters.steering import Steering
 from worker.adapters.store import AdapterStore, Lease
 from worker.adapters.versions import Versions
 from worker.admission import Admission, Ticket
+from worker.dedicated import Dedication
 from worker.engine_client import EngineClient, EngineState
 from worker.evaluation.evaluator import Evaluator
 from worker.evaluation.requests import check_evaluation
@@ -82,6 +84,7 @@ class Parts:
     limits: StreamLimits
     metrics: Metrics
     max_rank: int | None = None
+    dedication: Dedication | None = None
 
 
 class _Held:
@@ -150,6 +153,8 @@ class WorkerService(AdapterService):
         arrival_s = time.monotonic()
         base, ready = self._serving()
         checked = check_request(request, base_digest=base.digest, vocab_size=ready.vocab_size, max_rank=self._max_rank)
+        if self._parts.dedication is not None:
+            self._parts.dedication.check(None if checked.adapter is None else checked.adapter.artifact_digest)
         describe_request(checked, base.digest)
         remaining_s = context.time_remaining()
         if remaining_s is not None and remaining_s <= 0:
@@ -215,7 +220,7 @@ class WorkerService(AdapterService):
                 request_id=request_id,
                 prompt_token_ids=prompt,
                 sampling=sampling.for_choice(index, seed=seed, room=room),
-                adapter=lease.file if lease is not None else None,
+                adapter=lease.file if lease is not None and parts.dedication is None else None,
                 tenant=checked.tenant,
                 arrival_s=arrival_s,
             )
@@ -234,9 +239,12 @@ class WorkerService(AdapterService):
                 elif isinstance(event, ChoiceEnd):
                     yield choice_end_message(event)
                 else:
-                    engine.finished(event.timing)
+                    timing = event.timing
+                    if parts.dedication is not None:  # to the engine it is the base
+                        timing = replace(timing, adapter_on_device=True)
+                    engine.finished(timing)
                     facts = serving_facts(
-                        event.timing,
+                        timing,
                         fetch_s=fetch_s,
                         fetched=lease is not None and lease.fetched,
                         base_digest=base.digest,
@@ -245,11 +253,11 @@ class WorkerService(AdapterService):
                         worker_id=parts.worker_id,
                     )
                     if lease is not None:
-                        tier = tier_of(event.timing, fetched=lease.fetched)
-                        held.observation.adapter(tier, fetch_s + event.timing.adapter_load_s)
+                        tier = tier_of(timing, fetched=lease.fetched)
+                        held.observation.adapter(tier, fetch_s + timing.adapter_load_s)
                     held.observation.finished()
                     message = finished_message(
-                        len(prompt), event.completion_tokens, facts, cached_tokens=event.timing.cached_tokens
+                        len(prompt), event.completion_tokens, facts, cached_tokens=timing.cached_tokens
                     )
                     describe_answer(message.finished)
                     yield message
@@ -262,6 +270,8 @@ class WorkerService(AdapterService):
         """Measure an artifact against the exact one: see worker.proto."""
         base, ready = self._serving()
         checked = check_evaluation(request, base_digest=base.digest)
+        if self._parts.dedication is not None:  # whose base is not the base
+            self._parts.dedication.check(None)
         run = self._evaluator.begin(checked, base.digest, base.text, ready, context.time_remaining())
         # As in Generate: a handler that is suspended in a write hears late that its client has left.
         context.add_done_callback(lambda _: run.end())  # type: ignore[arg-type] # the stubs name a class here

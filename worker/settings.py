@@ -13,6 +13,7 @@ from pydantic_settings import SettingsConfigDict
 from common.config import Address, AdminSettings, Port
 
 Count = Annotated[int, Field(ge=1)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Seconds = Annotated[float, Field(ge=0, le=86_400)]
 
 
@@ -67,6 +68,11 @@ class WorkerSettings(AdminSettings):
     max_adapter_wait_s: Seconds = Field(
         2.0, description="seconds a request that waits for adapter or memory may be overtaken by later ones"
     )
+    dedicated: Digest | None = Field(
+        None,
+        description="digest of one adapter's artifact: it is merged into the base as that is loaded, and nothing else "
+        "is served until the worker ends",
+    )
     max_prefill_tokens: Count | None = Field(
         None,
         description="tokens computed in one step: one of every running answer, prompts with the rest (default: what "
@@ -97,8 +103,11 @@ class WorkerSettings(AdminSettings):
         60.0, description="seconds a client may leave a message unread before its stream is cut off"
     )
 
-    def engine_command(self, base_digest: str) -> list[str]:
-        """Return the command line of the engine process, without the mailbox's descriptor."""
+    def engine_command(self, base_digest: str, merged_artifact: Path | None = None) -> list[str]:
+        """Return the command line of the engine process, without the mailbox's descriptor.
+
+        `merged_artifact` is the file of the adapter that the worker is dedicated to.
+        """
         options: dict[str, object] = {
             "base-dir": self.base_dir,
             "base-digest": base_digest,
@@ -115,6 +124,7 @@ class WorkerSettings(AdminSettings):
             "max-prefill-tokens": self.max_prefill_tokens,
             "mixed-batch-ratio": self.mixed_batch_ratio,
             "threads": self.threads,
+            "merged-artifact": merged_artifact,
             "log-level": self.log_level,
             "log-format": self.log_format,
         }

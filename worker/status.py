@@ -83,6 +83,8 @@ class WorkerStatus:
     dtype: str = ""
     base_quantization: str = ""
     """How the base's matrices are kept. This, `device` and `dtype` are empty while no engine is ready."""
+    dedicated_artifact_digest: str = ""
+    """Of the one adapter that is served; empty where any is."""
     kv_blocks: int = 0
     """Chunks that requests hold as KV blocks."""
     adapter_chunks: int = 0
@@ -166,6 +168,7 @@ def assemble(
     unseen_tokens: int,
     adapters: Mapping[str, AdapterStatus],
     tiers: Mapping[Tier, TierUse] | None = None,
+    dedicated_artifact_digest: str = "",
 ) -> WorkerStatus:
     """Return the whole status from what the front end and the engine know.
 
@@ -198,6 +201,7 @@ def assemble(
         num_cached_tokens=engine.num_cached_tokens if engine is not None else 0,
         adapters=adapters,
         tiers=tiers or {},
+        dedicated_artifact_digest=dedicated_artifact_digest,
     )
 
 

@@ -14,6 +14,7 @@ from loraplex.cli.cluster import Cluster, ClusterPlan
 from loraplex.cli.folders import cache_dir
 from loraplex.client import AsyncClient
 from loraplex.errors import (
+    AdapterNotFound,
     AlreadyExists,
     Cancelled,
     CatalogBehind,
@@ -67,6 +68,17 @@ async def bring_up(
             f"adapter {folder.name} registered, rank {version.rank}, {version.num_modules}/{version.num_base_modules} "
             f"modules, {output.size(version.artifact_bytes)}, artifact {output.short(version.artifact_digest)}"
         )
+    for worker in plan.dedicated:
+        try:
+            digest = (await client.get_adapter(worker.adapter)).current.artifact_digest
+        except AdapterNotFound as error:
+            raise AdapterNotFound(
+                f"--dedicated {worker.adapter}: no adapter of this name is registered here; run this cluster without "
+                "the option, register the adapter, and run it again",
+                name=worker.adapter,
+            ) from error
+        say(f"{worker.worker_id} serves {worker.adapter} alone, artifact {output.short(digest)}, until it ends")
+        cluster.add(plan.dedicated_spec(worker, digest))
     await cluster.wait_all_ready(timeout_s)
     return done, *await _serving(client, len(plan.workers))
 

@@ -18,6 +18,16 @@ _STOP_ORDER: Final = ("router", "worker", "registry")
 
 
 @dataclass(frozen=True, slots=True)
+class DedicatedWorker:
+    """A worker for one adapter, by the name that it has when the cluster starts."""
+
+    worker_id: str
+    adapter: str
+    port: int
+    admin_port: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterPlan:
     """All that a local cluster is made of. Every port is a real one (see ports.claim_ports)."""
 
@@ -39,6 +49,8 @@ class ClusterPlan:
     """The same for each worker; those left out pick free ports."""
     worker_options: tuple[str, ...] = ()
     """What every worker is told besides, as on its command line."""
+    dedicated: tuple[DedicatedWorker, ...] = ()
+    """Workers of single adapters, which start once those are known."""
 
     @property
     def router(self) -> str:
@@ -58,7 +70,8 @@ class ClusterPlan:
     @property
     def workers(self) -> tuple[str, ...]:
         """Where the workers are."""
-        return tuple(f"{connectable(self.host)}:{port}" for port in self.worker_ports)
+        ports = (*self.worker_ports, *(worker.port for worker in self.dedicated))
+        return tuple(f"{connectable(self.host)}:{port}" for port in ports)
 
     @property
     def admin(self) -> dict[str, str]:
@@ -66,6 +79,7 @@ class ClusterPlan:
         known = {
             "registry": self.registry_admin_port,
             **{f"worker-{index}": port for index, port in enumerate(self.worker_admin_ports)},
+            **{worker.worker_id: worker.admin_port for worker in self.dedicated},
         }
         urls = {name: f"http://{connectable(self.host)}:{port}" for name, port in known.items() if port}
         return {**urls, "router": self.http}
@@ -75,11 +89,20 @@ class ClusterPlan:
         """Where each process has its log."""
         return self.state_dir / "logs"
 
-    def specs(self) -> list[ProcessSpec]:
-        """Return the processes, in the order they are shown."""
+    @property
+    def names(self) -> list[str]:
+        """Names of all processes, in the order they are shown."""
+        return [*(spec.name for spec in self.specs()), *(worker.worker_id for worker in self.dedicated)]
+
+    @property
+    def _common(self) -> tuple[str, ...]:
         # Nobody balances load over a local cluster, so workers and router (below) give no notice before they drain.
         drain = ("--drain-timeout-s", f"{self.drain_s:g}")
-        common = ("--host", self.host, *(("--insecure",) if self.insecure else ()), *drain)
+        return ("--host", self.host, *(("--insecure",) if self.insecure else ()), *drain)
+
+    def specs(self) -> list[ProcessSpec]:
+        """Return the processes that start first, in the order they are shown."""
+        common = self._common
         registry = ("registry", *common, "--port", str(self.registry_port), *_admin(self.registry_admin_port))
         specs = [
             ProcessSpec(
@@ -92,21 +115,9 @@ class ClusterPlan:
             )
         ]
         admin_ports = (*self.worker_admin_ports, *[0] * len(self.worker_ports))
-        for index, port in enumerate(self.worker_ports):
-            name = f"worker-{index}"
-            ports = ("--port", str(port), *_admin(admin_ports[index]))
-            worker = ("worker", *common, *ports, "--worker-id", name, "--registry", self.registry)
-            where = ("--base-dir", str(self.base_folder), "--cache-dir", str(self.state_dir / name))
-            specs.append(
-                ProcessSpec(
-                    name=name,
-                    role="worker",
-                    command=(*worker, *where, "--dtype", self.dtype, "--drain-notice-s", "0", *self.worker_options),
-                    address=self.workers[index],
-                    log_file=self.log_dir / f"{name}.log",
-                    cwd=self.tree,
-                )
-            )
+        specs += [
+            self._worker(f"worker-{index}", port, admin_ports[index]) for index, port in enumerate(self.worker_ports)
+        ]
         router = ("router", *common, "--port", str(self.router_port), "--http-port", str(self.http_port))
         peers = ("--registry", self.registry, "--workers", ",".join(self.workers))
         specs.append(
@@ -121,6 +132,23 @@ class ClusterPlan:
         )
         return specs
 
+    def dedicated_spec(self, worker: DedicatedWorker, artifact_digest: str) -> ProcessSpec:
+        """Return the process of a worker for the adapter that its name means now."""
+        return self._worker(worker.worker_id, worker.port, worker.admin_port, "--dedicated", artifact_digest)
+
+    def _worker(self, name: str, port: int, admin_port: int, *options: str) -> ProcessSpec:
+        ports = ("--port", str(port), *_admin(admin_port))
+        worker = ("worker", *self._common, *ports, "--worker-id", name, "--registry", self.registry)
+        where = ("--base-dir", str(self.base_folder), "--cache-dir", str(self.state_dir / name))
+        return ProcessSpec(
+            name=name,
+            role="worker",
+            command=(*worker, *where, "--dtype", self.dtype, "--drain-notice-s", "0", *self.worker_options, *options),
+            address=f"{connectable(self.host)}:{port}",
+            log_file=self.log_dir / f"{name}.log",
+            cwd=self.tree,
+        )
+
 
 def _base_dirs(folder: Path) -> tuple[str, ...]:
     """Let the registry read the base's weights, for DoRA; a comma would part the path in two."""
@@ -134,9 +162,16 @@ def _admin(port: int) -> tuple[str, str]:
 class Cluster:
     """The running processes of a plan."""
 
-    def __init__(self, processes: Sequence[ServiceProcess], patience_s: float) -> None:
+    def __init__(
+        self, processes: Sequence[ServiceProcess], patience_s: float, start: Callable[[ProcessSpec], ServiceProcess]
+    ) -> None:
         self._processes = {process.spec.name: process for process in processes}
         self._patience_s = patience_s
+        self._start = start
+
+    def add(self, spec: ProcessSpec) -> None:
+        """Start one more process."""
+        self._processes[spec.name] = self._start(spec)
 
     async def wait_ready(self, name: str, timeout_s: float) -> None:
         """Wait until a process takes requests. Raises DeadlineExceeded, naming its log."""
@@ -174,15 +209,18 @@ async def running(plan: ClusterPlan, listener: Callable[[Status], None]) -> Asyn
     """
     for folder in (plan.state_dir, plan.log_dir):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for spec in plan.specs():
-        if spec.log_file.exists():
-            spec.log_file.replace(spec.log_file.with_suffix(".log.1"))
-    processes = [ServiceProcess(spec, listener) for spec in plan.specs()]
-    cluster = Cluster(processes, plan.drain_s + _KILL_AFTER_DRAIN_S)
     try:
         async with asyncio.TaskGroup() as tasks:
-            for process in processes:
-                tasks.create_task(process.supervise(), name=process.spec.name)
+
+            def start(spec: ProcessSpec) -> ServiceProcess:
+                if spec.log_file.exists():
+                    spec.log_file.replace(spec.log_file.with_suffix(".log.1"))
+                process = ServiceProcess(spec, listener)
+                tasks.create_task(process.supervise(), name=spec.name)
+                return process
+
+            processes = [start(spec) for spec in plan.specs()]
+            cluster = Cluster(processes, plan.drain_s + _KILL_AFTER_DRAIN_S, start)
             try:
                 yield cluster
             finally:

@@ -13,7 +13,7 @@ from loraplex.cli import output
 from loraplex.cli.base_source import Base, resolve_base
 from loraplex.cli.board import LineBoard, make_board
 from loraplex.cli.bring_up import adapter_folders, bring_up
-from loraplex.cli.cluster import Cluster, ClusterPlan, running
+from loraplex.cli.cluster import Cluster, ClusterPlan, DedicatedWorker, running
 from loraplex.cli.folders import default_state_dir
 from loraplex.cli.options import Json
 from loraplex.cli.ports import claim_ports
@@ -21,11 +21,12 @@ from loraplex.cli.signals import StopSignals
 from loraplex.cli.tree import find_tree
 from loraplex.cli.workers import computes
 from loraplex.client import AsyncClient
-from loraplex.errors import FailedPrecondition
+from loraplex.errors import FailedPrecondition, InvalidParameter
 from loraplex.folder_lock import FolderLock
 from loraplex.records import Model, Worker
 
 _LOCK: Final = "up.lock"
+_MOST_WORKERS: Final = 64
 _DEFAULT_PORTS: Final = ("127.0.0.1:50050", "127.0.0.1:50051")
 
 
@@ -46,7 +47,16 @@ def up(
         str | None, typer.Option("--base-id", metavar="ID", help="Its name. Default: hub id or folder name.")
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="What the workers keep weights and KV cache in.")] = Dtype.AUTO,
-    workers: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="How many workers.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, max=_MOST_WORKERS, metavar="N", help="How many workers.")] = 1,
+    dedicated: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--dedicated",
+            metavar="NAME[=N]",
+            help="Start N more workers (1) for one adapter alone, merged into the base; may be given again.",
+            show_default=False,
+        ),
+    ] = None,
     state: Annotated[
         Path | None,
         typer.Option("--state", metavar="DIR", help="State and logs. Default: ~/.local/state/loraplex."),
@@ -79,14 +89,16 @@ def up(
     With --json, every event is one JSON object a line on stdout; the one named "ready" tells the addresses.
     """
     tree = find_tree()
+    own = dedicated_adapters(dedicated or [])
+    names = [*(f"worker-{index}" for index in range(workers)), *(f"dedicated-{index}" for index in range(len(own)))]
     wanted = [
         ("the registry", "--registry-port", registry_port),
         ("the router", "--router-port", router_port),
         ("the router's HTTP", "--http-port", http_port),
-        *((f"worker-{index}", "--worker-port", worker_port + index if worker_port else 0) for index in range(workers)),
+        *((name, "--worker-port", worker_port + index if worker_port else 0) for index, name in enumerate(names)),
         *(
             (f"{name}'s admin", "--admin-port", admin_port + index if admin_port else 0)
-            for index, name in enumerate(["the registry", *(f"worker-{index}" for index in range(workers))])
+            for index, name in enumerate(["the registry", *names])
         ),
     ]
     state_dir = (state or default_state_dir()).expanduser().absolute()
@@ -100,7 +112,7 @@ def up(
     with state_lock(state_dir).held():
         chosen = resolve_base(base, base_id, (lambda _: None) if as_json else output.note)
         registry_port, router_port, http_port, *others = claim_ports(host, wanted)
-        worker_ports, (registry_admin_port, *worker_admin_ports) = others[:workers], others[workers:]
+        worker_ports, (registry_admin_port, *worker_admin_ports) = others[: len(names)], others[len(names) :]
         plan = ClusterPlan(
             tree=tree,
             state_dir=state_dir,
@@ -110,17 +122,37 @@ def up(
             router_port=router_port,
             http_port=http_port,
             registry_port=registry_port,
-            worker_ports=tuple(worker_ports),
+            worker_ports=tuple(worker_ports[:workers]),
             insecure=insecure,
             drain_s=drain_s,
             registry_admin_port=registry_admin_port,
-            worker_admin_ports=tuple(worker_admin_ports),
+            worker_admin_ports=tuple(worker_admin_ports[:workers]),
+            dedicated=tuple(
+                DedicatedWorker(*facts)
+                for facts in zip(
+                    names[workers:], own, worker_ports[workers:], worker_admin_ports[workers:], strict=True
+                )
+            ),
         )
         adapters = adapter_folders(tree / "examples" / "adapters") if demo_adapters else []
         if demo_adapters and not adapters:
             raise FailedPrecondition(f"--demo-adapters: {tree / 'examples' / 'adapters'} holds no adapter folder")
-        board = make_board([spec.name for spec in plan.specs()], as_json=as_json)
+        board = make_board(plan.names, as_json=as_json)
         raise typer.Exit(asyncio.run(_up(plan, chosen, adapters, board, ready_timeout_s)))
+
+
+def dedicated_adapters(asked: list[str]) -> list[str]:
+    """Return the adapter of each dedicated worker that NAME[=N] options ask for. Raises InvalidParameter."""
+    found: list[str] = []
+    for text in asked:
+        name, equals, number = text.partition("=")
+        count = number if equals else "1"
+        if not name or not (count.isascii() and count.isdigit() and 1 <= int(count) <= _MOST_WORKERS):
+            raise InvalidParameter(
+                f"--dedicated {text!r} is not NAME or NAME=N with N of 1 to {_MOST_WORKERS}", field="dedicated"
+            )
+        found += [name] * int(count)
+    return found
 
 
 def state_lock(state_dir: Path) -> FolderLock:

@@ -35,10 +35,11 @@ from worker.model.base_quantization import check_base_quantization, quantize_lin
 from worker.model.batch import build_step
 from worker.model.calibration import tokens_per_second
 from worker.model.comparison import compare_logits, comparison_rows, comparison_sequences
-from worker.model.config import ModelConfig, read_config, read_eos_token_ids
+from worker.model.config import ModelConfig, parse_config, read_config, read_eos_token_ids
 from worker.model.decoder import Decoder
 from worker.model.device import DTYPES, choose_device, choose_dtype, free_bytes
 from worker.model.memory import default_arena_bytes, plan_arena
+from worker.model.merged import read_merge
 from worker.model.sampler import Sample, Sampler
 from worker.model.scores import Chosen, Scores
 from worker.model.weights import load_weights, stores_bfloat16
@@ -126,15 +127,18 @@ class ModelRunner:
         threads: int = 1,
         cuda_graphs: bool = True,
         max_vocabulary_bytes: int = DEFAULT_BYTES,
+        merged_artifact: Path | None = None,
         backend: Backend | None = None,
     ) -> ModelRunner:
         """Load the Hugging Face folder `base_dir` and take the arena's memory.
 
         `device` is auto, cpu or cuda; `dtype` auto, float32 or bfloat16; `base_quantization` none or int8; None leaves
-        a size to the machine, and the backend to the device. Raises InvalidBaseModel, CorruptArtifact or
+        a size to the machine, and the backend to the device. `merged_artifact` is a packed adapter to fold into the
+        weights. Raises InvalidBaseModel, CorruptArtifact or
         InvalidParameter, naming the field and the remedy.
         """
-        config = read_config(base_dir)
+        merge = None if merged_artifact is None else read_merge(base_dir, base_digest, merged_artifact)
+        config = read_config(base_dir) if merge is None else parse_config(merge.config)
         eos_token_ids = read_eos_token_ids(base_dir)
         torch_device = choose_device(device)
         check_base_quantization(base_quantization, torch_device)
@@ -150,6 +154,7 @@ class ModelRunner:
             device=torch_device,
             dtype=torch_dtype,
             pack=_packing(backend, base_quantization),
+            merge=merge,
         )
         if arena_bytes is None:
             arena_bytes = default_arena_bytes(torch_device.type, free_bytes(torch_device))
@@ -178,6 +183,7 @@ class ModelRunner:
             dtype=dtype_name,
             base_quantization=base_quantization,
             layers=config.num_layers,
+            merged=merge is not None,
             chunks=plan.num_chunks,
             max_context_tokens=plan.max_context_tokens,
         )

@@ -6,8 +6,9 @@ through memory maps, one layer at a time. A tensor that is missing, misshapen or
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from common.merging.changes import Change, Changes, row_blocks
 from loraplex.errors import CorruptArtifact, InvalidBaseModel
 from loraplex.manifest import weight_files
 from worker.kernels.linear import Linear
@@ -24,6 +26,7 @@ from worker.model.config import ModelConfig
 
 _UNREAD: Final = re.compile(r"\.rotary_emb\.inv_freq$")  # computed from the config; old checkpoints store it as well
 _EMBEDDING: Final = "model.embed_tokens.weight"
+_MERGED_VALUES: Final = 2**22
 _FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
 
 
@@ -58,14 +61,18 @@ def load_weights(
     device: torch.device,
     dtype: torch.dtype,
     pack: Callable[[Linear], Linear] = lambda linear: linear,
+    merge: Changes | None = None,
 ) -> ModelWeights:
     """Load `folder`'s safetensors onto `device`, to compute in `dtype`, every matrix as `pack` returns it.
 
     On a CPU matrices stored in bfloat16 stay so, as its kernels widen them without loss, and activations and norms are
-    float32 whatever `dtype` says. Raises InvalidBaseModel or CorruptArtifact, naming the tensor or the file.
+    float32 whatever `dtype` says. What `merge` changes is computed in float32 and kept in `dtype`; `config` is then the
+    merged one. Raises InvalidBaseModel or CorruptArtifact, naming the tensor or the file.
     """
     with ExitStack() as stack:
-        reader = _Reader(folder, stack, device, dtype, pack)
+        reader = _Reader(folder, stack, device, dtype, pack, {} if merge is None else merge.tensors)
+        for name in () if merge is None else merge.dropped:
+            reader.ignore(name)
         outer = (config.vocab_size, config.hidden_size)
         embedding = pack(Linear.plain(reader.matrix(_EMBEDDING, outer), None))
         layers = tuple(_load_layer(reader, config, index) for index in range(config.num_layers))
@@ -133,8 +140,10 @@ class _Reader:
         device: torch.device,
         dtype: torch.dtype,
         pack: Callable[[Linear], Linear],
+        changes: Mapping[str, Change],
     ) -> None:
         self._folder, self._device, self.dtype, self.pack = folder, device, dtype, pack
+        self._changes = changes
         self._activations = torch.float32 if device.type == "cpu" else dtype
         self._handles: dict[str, Any] = {}
         for file in weight_files(folder):
@@ -143,6 +152,7 @@ class _Reader:
             except (SafetensorError, OSError) as error:
                 raise CorruptArtifact(f"{file} is not a readable safetensors file: {error}", file=file.name) from error
             self._handles.update((name, handle) for name in handle.keys())  # noqa: SIM118 - not a mapping
+        self._sources = dict(self._handles)
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a copy of the tensor on the device; raises InvalidBaseModel if it is not there in this shape."""
@@ -156,7 +166,21 @@ class _Reader:
         return loaded.to(device=self._device, dtype=dtype, copy=True)
 
     def _load(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        handle = self._handles.pop(name, None)
+        change = self._changes.get(name)
+        self._handles.pop(name, None)
+        return self._stored(name, shape) if change is None else self._merged(change, shape)
+
+    def _merged(self, change: Change, shape: tuple[int, ...]) -> Tensor:
+        base = None if change.source is None else self._stored(change.source, shape)
+        merged = torch.empty(shape)
+        rows = merged.numpy()
+        for start, stop in row_blocks(shape[0], math.prod(shape[1:]), _MERGED_VALUES):
+            before = torch.zeros(stop - start, *shape[1:]) if base is None else base[start:stop].float()
+            rows[start:stop] = change.rows(before.numpy(), start)
+        return merged
+
+    def _stored(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        handle = self._sources.get(name)
         if handle is None:
             raise InvalidBaseModel(
                 f"{self._folder}: tensor {name} is missing; config.json asks for it in shape {list(shape)}",

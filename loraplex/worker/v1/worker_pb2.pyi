@@ -573,6 +573,7 @@ class WatchStatusResponse(_message.Message):
     DEVICE_TIER_FIELD_NUMBER: _builtins.int
     HOST_TIER_FIELD_NUMBER: _builtins.int
     DISK_TIER_FIELD_NUMBER: _builtins.int
+    DEDICATED_ARTIFACT_DIGEST_FIELD_NUMBER: _builtins.int
     full: _builtins.bool
     """True for the first message: forget everything known of this worker."""
     worker_id: _builtins.str
@@ -609,6 +610,10 @@ class WatchStatusResponse(_message.Message):
     """What weights and KV cache are kept in: float32 or bfloat16. Empty while no engine is ready."""
     base_quantization: _builtins.str
     """How the base's matrices are kept: none or int8. Empty while no engine is ready."""
+    dedicated_artifact_digest: _builtins.str
+    """Digest of the artifact of the one adapter that the worker serves, merged into the base; it refuses all other requests
+    with UNAVAILABLE/NOT_SERVED_HERE. Empty where it serves any.
+    """
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterResidency]:
         """Adapters that changed, or all in a full message."""
@@ -655,10 +660,11 @@ class WatchStatusResponse(_message.Message):
         device_tier: Global___TierUse | None = ...,
         host_tier: Global___TierUse | None = ...,
         disk_tier: Global___TierUse | None = ...,
+        dedicated_artifact_digest: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_base_digest", b"_base_digest", "_base_quantization", b"_base_quantization", "_block_tokens", b"_block_tokens", "_decode_tokens_per_second", b"_decode_tokens_per_second", "_device", b"_device", "_device_tier", b"_device_tier", "_disk_tier", b"_disk_tier", "_dtype", b"_dtype", "_free_blocks", b"_free_blocks", "_host_tier", b"_host_tier", "_max_context_tokens", b"_max_context_tokens", "_prefill_tokens_per_second", b"_prefill_tokens_per_second", "_queued_prefill_tokens", b"_queued_prefill_tokens", "_running_requests", b"_running_requests", "_state", b"_state", "_total_blocks", b"_total_blocks", "_waiting_requests", b"_waiting_requests", "base_digest", b"base_digest", "base_quantization", b"base_quantization", "block_tokens", b"block_tokens", "decode_tokens_per_second", b"decode_tokens_per_second", "device", b"device", "device_tier", b"device_tier", "disk_tier", b"disk_tier", "dtype", b"dtype", "free_blocks", b"free_blocks", "host_tier", b"host_tier", "max_context_tokens", b"max_context_tokens", "prefill_tokens_per_second", b"prefill_tokens_per_second", "queued_prefill_tokens", b"queued_prefill_tokens", "running_requests", b"running_requests", "state", b"state", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_base_digest", b"_base_digest", "_base_quantization", b"_base_quantization", "_block_tokens", b"_block_tokens", "_decode_tokens_per_second", b"_decode_tokens_per_second", "_dedicated_artifact_digest", b"_dedicated_artifact_digest", "_device", b"_device", "_device_tier", b"_device_tier", "_disk_tier", b"_disk_tier", "_dtype", b"_dtype", "_free_blocks", b"_free_blocks", "_host_tier", b"_host_tier", "_max_context_tokens", b"_max_context_tokens", "_prefill_tokens_per_second", b"_prefill_tokens_per_second", "_queued_prefill_tokens", b"_queued_prefill_tokens", "_running_requests", b"_running_requests", "_state", b"_state", "_total_blocks", b"_total_blocks", "_waiting_requests", b"_waiting_requests", "base_digest", b"base_digest", "base_quantization", b"base_quantization", "block_tokens", b"block_tokens", "decode_tokens_per_second", b"decode_tokens_per_second", "dedicated_artifact_digest", b"dedicated_artifact_digest", "device", b"device", "device_tier", b"device_tier", "disk_tier", b"disk_tier", "dtype", b"dtype", "free_blocks", b"free_blocks", "host_tier", b"host_tier", "max_context_tokens", b"max_context_tokens", "prefill_tokens_per_second", b"prefill_tokens_per_second", "queued_prefill_tokens", b"queued_prefill_tokens", "running_requests", b"running_requests", "state", b"state", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base_digest", b"_base_digest", "_base_quantization", b"_base_quantization", "_block_tokens", b"_block_tokens", "_decode_tokens_per_second", b"_decode_tokens_per_second", "_device", b"_device", "_device_tier", b"_device_tier", "_disk_tier", b"_disk_tier", "_dtype", b"_dtype", "_free_blocks", b"_free_blocks", "_host_tier", b"_host_tier", "_max_context_tokens", b"_max_context_tokens", "_prefill_tokens_per_second", b"_prefill_tokens_per_second", "_queued_prefill_tokens", b"_queued_prefill_tokens", "_running_requests", b"_running_requests", "_state", b"_state", "_total_blocks", b"_total_blocks", "_waiting_requests", b"_waiting_requests", "adapters", b"adapters", "base_digest", b"base_digest", "base_quantization", b"base_quantization", "block_tokens", b"block_tokens", "decode_tokens_per_second", b"decode_tokens_per_second", "device", b"device", "device_tier", b"device_tier", "disk_tier", b"disk_tier", "dtype", b"dtype", "epoch", b"epoch", "free_blocks", b"free_blocks", "full", b"full", "host_tier", b"host_tier", "max_context_tokens", b"max_context_tokens", "prefill_tokens_per_second", b"prefill_tokens_per_second", "queued_prefill_tokens", b"queued_prefill_tokens", "removed_artifact_digests", b"removed_artifact_digests", "running_requests", b"running_requests", "sequence", b"sequence", "state", b"state", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base_digest", b"_base_digest", "_base_quantization", b"_base_quantization", "_block_tokens", b"_block_tokens", "_decode_tokens_per_second", b"_decode_tokens_per_second", "_dedicated_artifact_digest", b"_dedicated_artifact_digest", "_device", b"_device", "_device_tier", b"_device_tier", "_disk_tier", b"_disk_tier", "_dtype", b"_dtype", "_free_blocks", b"_free_blocks", "_host_tier", b"_host_tier", "_max_context_tokens", b"_max_context_tokens", "_prefill_tokens_per_second", b"_prefill_tokens_per_second", "_queued_prefill_tokens", b"_queued_prefill_tokens", "_running_requests", b"_running_requests", "_state", b"_state", "_total_blocks", b"_total_blocks", "_waiting_requests", b"_waiting_requests", "adapters", b"adapters", "base_digest", b"base_digest", "base_quantization", b"base_quantization", "block_tokens", b"block_tokens", "decode_tokens_per_second", b"decode_tokens_per_second", "dedicated_artifact_digest", b"dedicated_artifact_digest", "device", b"device", "device_tier", b"device_tier", "disk_tier", b"disk_tier", "dtype", b"dtype", "epoch", b"epoch", "free_blocks", b"free_blocks", "full", b"full", "host_tier", b"host_tier", "max_context_tokens", b"max_context_tokens", "prefill_tokens_per_second", b"prefill_tokens_per_second", "queued_prefill_tokens", b"queued_prefill_tokens", "removed_artifact_digests", b"removed_artifact_digests", "running_requests", b"running_requests", "sequence", b"sequence", "state", b"state", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__base_digest: _TypeAlias = _typing.Literal["base_digest"]  # noqa: Y015
     _WhichOneofArgType__base_digest: _TypeAlias = _typing.Literal["_base_digest", b"_base_digest"]  # noqa: Y015
@@ -668,6 +674,8 @@ class WatchStatusResponse(_message.Message):
     _WhichOneofArgType__block_tokens: _TypeAlias = _typing.Literal["_block_tokens", b"_block_tokens"]  # noqa: Y015
     _WhichOneofReturnType__decode_tokens_per_second: _TypeAlias = _typing.Literal["decode_tokens_per_second"]  # noqa: Y015
     _WhichOneofArgType__decode_tokens_per_second: _TypeAlias = _typing.Literal["_decode_tokens_per_second", b"_decode_tokens_per_second"]  # noqa: Y015
+    _WhichOneofReturnType__dedicated_artifact_digest: _TypeAlias = _typing.Literal["dedicated_artifact_digest"]  # noqa: Y015
+    _WhichOneofArgType__dedicated_artifact_digest: _TypeAlias = _typing.Literal["_dedicated_artifact_digest", b"_dedicated_artifact_digest"]  # noqa: Y015
     _WhichOneofReturnType__device: _TypeAlias = _typing.Literal["device"]  # noqa: Y015
     _WhichOneofArgType__device: _TypeAlias = _typing.Literal["_device", b"_device"]  # noqa: Y015
     _WhichOneofReturnType__device_tier: _TypeAlias = _typing.Literal["device_tier"]  # noqa: Y015
@@ -702,6 +710,8 @@ class WatchStatusResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__block_tokens) -> _WhichOneofReturnType__block_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__decode_tokens_per_second) -> _WhichOneofReturnType__decode_tokens_per_second | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dedicated_artifact_digest) -> _WhichOneofReturnType__dedicated_artifact_digest | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__device) -> _WhichOneofReturnType__device | None: ...
     @_typing.overload

@@ -47,6 +47,46 @@ def view(worker_id: str, **fields: object) -> WorkerView:
     return replace(WORKER, worker_id=worker_id, address=f"{worker_id}:1", **fields)  # type: ignore[arg-type]
 
 
+def dedicated(worker_id: str, digest: str = ADAPTER, **fields: object) -> WorkerView:
+    return view(
+        worker_id,
+        dedicated_artifact_digest=digest,
+        adapters={digest: Residency(Tier.DEVICE, in_flight=0)},
+        **fields,
+    )
+
+
+def test_a_dedicated_worker_goes_first_and_gets_nothing_else() -> None:
+    shared = view("shared", adapters={ADAPTER: Residency(Tier.DEVICE)})
+    own, foreign = dedicated("own", running_requests=40), dedicated("foreign", "c" * 64)
+    fleet = [shared, own, foreign]
+    assert pick(WITH_ADAPTER, fleet, rng()).worker is own  # 0.4 s later than the idle one
+    assert pick(REQUEST, fleet, rng()).worker is shared
+    assert pick(replace(WITH_ADAPTER, beside_base=True), fleet, rng()).worker is shared
+    assert pick(replace(WITH_ADAPTER, artifact_digest="d" * 64), fleet, rng()).worker is shared
+    assert pick(WITH_ADAPTER, fleet, rng(), exclude=["own"]).worker is shared
+
+
+def test_a_dedicated_worker_that_is_far_behind_is_relieved() -> None:
+    shared, own = view("shared"), dedicated("own", running_requests=200)
+    assert pick(WITH_ADAPTER, [shared, own], rng()).worker is shared
+    assert pick(WITH_ADAPTER, [own], rng()).worker is own
+    silent = replace(own, running_requests=0, silent=True)
+    assert pick(WITH_ADAPTER, [shared, silent], rng()).worker is shared
+
+
+def test_dedicated_workers_of_one_adapter_share_its_requests() -> None:
+    fleet = [dedicated("one"), dedicated("two"), view("shared")]
+    picked = {pick(WITH_ADAPTER, fleet, random.Random(seed)).worker.worker_id for seed in range(40)}
+    assert picked == {"one", "two"}
+
+
+def test_workers_for_other_adapters_only_are_told_as_such() -> None:
+    with pytest.raises(NoWorker) as none:
+        pick(REQUEST, [dedicated("one"), dedicated("two", "c" * 64)], rng())
+    assert none.value.metadata["why"] == "dedicated"
+
+
 def test_tiers_are_numbered_as_on_the_wire() -> None:
     assert {f"ADAPTER_TIER_{tier.name}": int(tier) for tier in Tier} == {
         name: value for name, value in generation_pb2.AdapterTier.items() if value
