@@ -36,7 +36,9 @@ from registry.service.adapters import Adapters
 from registry.service.api_keys import ApiKeys, ensure_bootstrap_key
 from registry.service.base_models import BaseModels
 from registry.service.garbage import collect
+from registry.service.imports import Imports
 from registry.service.missing import warn_of_missing
+from registry.service.registering import Registering
 from registry.service.repacking import Repacking
 from registry.service.retirement import Retirement
 from registry.service.uploads import Uploads
@@ -103,10 +105,11 @@ async def _serve(
             if settings.bootstrap_key is not None:
                 await ensure_bootstrap_key(store, settings.bootstrap_key.get_secret_value())
         retirement = Retirement(store, artifacts, settings.artifact_grace_s)
-        uploads = Uploads(store, artifacts, retirement, settings)
+        registering = Registering(store, artifacts, retirement, settings)
+        uploads, imports = Uploads(artifacts, registering, settings), Imports(artifacts, registering, settings)
         repacking = Repacking(store, artifacts, retirement, settings.default_quantization)
         watches = Watches(store, signal, heartbeat_s=settings.heartbeat_s)
-        adapters = Adapters(store, artifacts, uploads, repacking, watches, reserve)
+        adapters = Adapters(store, artifacts, uploads, imports, repacking, watches, reserve)
         base_models, api_keys = BaseModels(store), ApiKeys(store, reserve)
         server = Server(
             [
@@ -141,4 +144,6 @@ async def _serve(
             signal.close()  # ends the watches and the follower; an open stream would hold the server
             await server.stop(settings.drain_timeout_s)
             await uploads.close()
+            await imports.close()
+            await asyncio.to_thread(registering.close)
             await asyncio.to_thread(repacking.close)

@@ -13,10 +13,11 @@ from common.api_keys import EXAMPLE, id_of
 from common.config import AdminSettings, Port
 from common.secret_settings import Secret
 from registry.database import parse_url
+from registry.import_settings import ImportSettings
 from registry.packing import DEFAULT_QUANTIZATION
 
 
-class RegistrySettings(AdminSettings):
+class RegistrySettings(ImportSettings, AdminSettings):
     """Settings of the registry process."""
 
     model_config = SettingsConfigDict(env_prefix="LORAPLEX_REGISTRY_")
