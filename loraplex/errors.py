@@ -15,10 +15,12 @@
     │   ├── ModelNotFound              NOT_FOUND            MODEL_NOT_FOUND
     │   ├── AdapterNotFound            NOT_FOUND            ADAPTER_NOT_FOUND
     │   ├── BaseModelNotFound          NOT_FOUND            BASE_MODEL_NOT_FOUND
-    │   └── ArtifactNotFound           NOT_FOUND            ARTIFACT_NOT_FOUND
+    │   ├── ArtifactNotFound           NOT_FOUND            ARTIFACT_NOT_FOUND
+    │   └── SourceNotFound             NOT_FOUND            SOURCE_NOT_FOUND
     ├── AlreadyExists                  ALREADY_EXISTS       ALREADY_EXISTS
     ├── Unauthenticated                UNAUTHENTICATED      UNAUTHENTICATED
     ├── PermissionDenied               PERMISSION_DENIED    PERMISSION_DENIED
+    │   └── SourceForbidden            PERMISSION_DENIED    SOURCE_FORBIDDEN
     ├── FailedPrecondition             FAILED_PRECONDITION  FAILED_PRECONDITION
     │   ├── BaseMismatch               FAILED_PRECONDITION  BASE_MISMATCH
     │   └── VersionMismatch            FAILED_PRECONDITION  VERSION_MISMATCH
@@ -28,7 +30,8 @@
     │   ├── NoSpace                    RESOURCE_EXHAUSTED   NO_SPACE
     │   └── DeadlineUnreachable        RESOURCE_EXHAUSTED   DEADLINE_UNREACHABLE
     ├── DeadlineExceeded               DEADLINE_EXCEEDED    DEADLINE_EXCEEDED
-    │   └── RequestTimeout             DEADLINE_EXCEEDED    REQUEST_TIMEOUT
+    │   ├── RequestTimeout             DEADLINE_EXCEEDED    REQUEST_TIMEOUT
+    │   └── SourceTimeout              DEADLINE_EXCEEDED    SOURCE_TIMEOUT
     ├── Cancelled                      CANCELLED            CANCELLED
     └── Unavailable                    UNAVAILABLE          UNAVAILABLE
         ├── NoWorker                   UNAVAILABLE          NO_WORKER
@@ -37,6 +40,7 @@
         ├── WorkerLost                 UNAVAILABLE          WORKER_LOST
         ├── NotServedHere              UNAVAILABLE          NOT_SERVED_HERE
         ├── ArtifactUnreachable        UNAVAILABLE          ARTIFACT_UNREACHABLE
+        ├── SourceUnreachable          UNAVAILABLE          SOURCE_UNREACHABLE
         ├── CatalogBehind              UNAVAILABLE          CATALOG_BEHIND
         └── RegistryUnavailable        UNAVAILABLE          REGISTRY_UNAVAILABLE
 
@@ -168,6 +172,12 @@ class ArtifactNotFound(NotFound):
     reason = "ARTIFACT_NOT_FOUND"
 
 
+class SourceNotFound(NotFound):
+    """What an adapter was to be imported from does not exist, or hides from the registry's credentials."""
+
+    reason = "SOURCE_NOT_FOUND"
+
+
 class AlreadyExists(LoraplexError):
     """The name is taken by something else."""
 
@@ -187,6 +197,12 @@ class PermissionDenied(LoraplexError):
 
     code = grpc.StatusCode.PERMISSION_DENIED
     reason = "PERMISSION_DENIED"
+
+
+class SourceForbidden(PermissionDenied):
+    """The registry's settings do not let it read the source, or the source does not let it in."""
+
+    reason = "SOURCE_FORBIDDEN"
 
 
 class FailedPrecondition(LoraplexError):
@@ -252,6 +268,12 @@ class RequestTimeout(DeadlineExceeded):
     reason = "REQUEST_TIMEOUT"
 
 
+class SourceTimeout(DeadlineExceeded):
+    """The source of an import stood still for too long, or took too long in all."""
+
+    reason = "SOURCE_TIMEOUT"
+
+
 class Cancelled(LoraplexError):
     """The caller went away."""
 
@@ -300,6 +322,12 @@ class ArtifactUnreachable(Unavailable):
     """The artifact is cached nowhere and its source cannot be reached."""
 
     reason = "ARTIFACT_UNREACHABLE"
+
+
+class SourceUnreachable(Unavailable):
+    """The source of an import cannot be reached, or fails."""
+
+    reason = "SOURCE_UNREACHABLE"
 
 
 class CatalogBehind(Unavailable):

@@ -36,8 +36,10 @@ from registry.service.adapters import Adapters
 from registry.service.api_keys import ApiKeys, ensure_bootstrap_key
 from registry.service.base_models import BaseModels
 from registry.service.garbage import collect
+from registry.service.imports import Imports
 from registry.service.missing import warn_of_missing
 from registry.service.pinning import Pinning
+from registry.service.registering import Registering
 from registry.service.repacking import Repacking
 from registry.service.retirement import Retirement
 from registry.service.uploads import Uploads
@@ -106,10 +108,11 @@ async def _serve(
             pinning = Pinning(store, settings.pins)
             await pinning.apply_list()
         retirement = Retirement(store, artifacts, settings.artifact_grace_s)
-        uploads = Uploads(store, artifacts, retirement, settings)
+        registering = Registering(store, artifacts, retirement, settings)
+        uploads, imports = Uploads(artifacts, registering, settings), Imports(artifacts, registering, settings)
         repacking = Repacking(store, artifacts, retirement, settings.default_quantization)
         watches = Watches(store, signal, heartbeat_s=settings.heartbeat_s)
-        adapters = Adapters(store, artifacts, uploads, repacking, pinning, watches, reserve)
+        adapters = Adapters(store, artifacts, uploads, imports, repacking, pinning, watches, reserve)
         base_models, api_keys = BaseModels(store), ApiKeys(store, reserve)
         server = Server(
             [
@@ -144,4 +147,6 @@ async def _serve(
             signal.close()  # ends the watches and the follower; an open stream would hold the server
             await server.stop(settings.drain_timeout_s)
             await uploads.close()
+            await imports.close()
+            await asyncio.to_thread(registering.close)
             await asyncio.to_thread(repacking.close)

@@ -60,6 +60,8 @@ class VersionRecord:
     source_digest: str = ""
     """Artifact of format none, with the exact factors, that it can be packed from again."""
     source_bytes: int = 0
+    origin: str = ""
+    """Where the registry fetched it from, without secrets; empty where it was uploaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,9 +251,9 @@ def check_same_base(existing: AdapterRecord, base_id: str) -> None:
 def cut_over(existing: AdapterRecord | None, name: str, base_id: str, version: VersionRecord) -> AdapterRecord:
     """Make `version` the current one of the adapter `name`; returns `existing` itself where that changes nothing.
 
-    Content that is a version already becomes current again and keeps its place and time; another artifact of the same
-    version (another format, a newer packer's) replaces the old one. Raises AlreadyExists where the name belongs to
-    another base.
+    Content that is a version already becomes current again and keeps its place, time and origin; another artifact of
+    the same version (another format, a newer packer's) replaces the old one. Raises AlreadyExists where the name
+    belongs to another base.
     """
     now_us = version.create_time_us
     if existing is None:
@@ -261,8 +263,7 @@ def cut_over(existing: AdapterRecord | None, name: str, base_id: str, version: V
     known = next((v for v in versions if v.version_digest == version.version_digest), None)
     if known is None:
         versions = (version, *versions)
-    elif known != replace(version, create_time_us=known.create_time_us):
-        version = replace(version, create_time_us=known.create_time_us)
+    elif known != (version := replace(version, create_time_us=known.create_time_us, origin=known.origin)):
         versions = tuple(version if v is known else v for v in versions)
     elif existing.current == version.version_digest:
         return existing

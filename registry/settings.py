@@ -14,12 +14,13 @@ from common.api_keys import EXAMPLE, id_of
 from common.config import AdminSettings, Port
 from common.secret_settings import Secret
 from registry.database import parse_url
+from registry.import_settings import ImportSettings
 from registry.limits import AdapterLimits, parse_target_modules
 from registry.packing import DEFAULT_QUANTIZATION
 from registry.pins import parse_pinned
 
 
-class RegistrySettings(AdminSettings):
+class RegistrySettings(ImportSettings, AdminSettings):
     """Settings of the registry process."""
 
     model_config = SettingsConfigDict(env_prefix="LORAPLEX_REGISTRY_")

@@ -78,6 +78,7 @@ VERSIONS = sa.Table(
     sa.Column("source_digest", sa.Text, nullable=False, server_default="", index=True),  # the artifact of format none
     sa.Column("source_bytes", sa.BigInteger, nullable=False, server_default="0"),
     sa.Column("report", sa.Text, nullable=False, server_default=""),  # JSON of a PackingReport; not in the change log
+    sa.Column("origin", sa.Text, nullable=False, server_default=""),  # where it was imported from; "": uploaded
     sa.ForeignKeyConstraint(["tenant", "name"], ["adapters.tenant", "adapters.name"], ondelete="CASCADE"),
     sa.UniqueConstraint("tenant", "name", "version_digest"),
 )

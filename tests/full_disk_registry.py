@@ -48,11 +48,12 @@ async def main(folder: Path) -> None:
         made = await keys.CreateApiKey(k.CreateApiKeyRequest(name="acme"), timeout=20)
         assert (state / "reserve").stat().st_size == RESERVE_BYTES
     fill(disk)
-    async with registry_here(state) as client:  # it starts
+    async with registry_here(state, import_root=folder) as client:  # it starts
         assert await names(client) == ["first", "second"]
         fill(disk)
         told = await refusal(client.upload(folder / "adapter", "third"), errors.NoSpace)
         assert "delete adapters" in told.message, told.message
+        told = await refusal(client.events("adapter", "third"), errors.NoSpace)
         for name in ("first", "second"):  # what frees space works
             await client.adapters.DeleteAdapter(a.DeleteAdapterRequest(name=name), timeout=20)
         keys = ApiKeyServiceStub(client.channel)
@@ -61,6 +62,7 @@ async def main(folder: Path) -> None:
         assert (state / "reserve").exists()
         (disk / "filler").unlink()
         await client.upload(folder / "adapter", "third")
+        await client.import_("adapter", "fourth")
     (state / "reserve").unlink()
     fill(disk)
     (state / "registry.sqlite3-wal").unlink(missing_ok=True)

@@ -45,6 +45,15 @@ class Client:
     async def send(self, parts: list[a.UploadArtifactRequest]) -> a.UploadArtifactResponse:
         return await self.adapters.UploadArtifact(iter(parts), timeout=30)
 
+    async def events(self, source: str, name: str = "x", **fields: Any) -> list[a.ImportAdapterResponse]:
+        request = a.ImportAdapterRequest(name=name, source=source, **fields)
+        return [event async for event in self.adapters.ImportAdapter(request, timeout=60)]
+
+    async def import_(self, source: str, name: str = "x", **fields: Any) -> a.UploadArtifactResponse:
+        last = (await self.events(source, name, **fields))[-1]
+        assert last.HasField("registered")
+        return last.registered
+
     async def download(self, digest: str, offset: int = 0) -> tuple[int, bytes]:
         request = a.DownloadArtifactRequest(artifact_digest=digest, offset=offset)
         size, pieces = -1, []

@@ -45,7 +45,7 @@ The command line itself reads `LORAPLEX_ROUTER` and `LORAPLEX_REGISTRY` (by defa
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    if field.default_factory is not None or field.default is None:
+    if field.default_factory is not None or field.default in (None, ""):
         return ""
     return f"`{str(field.default).lower() if isinstance(field.default, bool) else field.default}`"
 

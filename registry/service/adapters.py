@@ -19,6 +19,7 @@ from registry.domain import check_adapter_name, unknown_adapter
 from registry.evaluations import EvaluationRecord, check_figures, evaluated_version
 from registry.reserve import SpaceReserve
 from registry.service.garbage import collect
+from registry.service.imports import Imports
 from registry.service.messages import (
     adapter_message,
     evaluation_message,
@@ -47,6 +48,7 @@ class Adapters(adapter_pb2_grpc.AdapterServiceServicer):
         store: Store,
         artifacts: ArtifactFolder,
         uploads: Uploads,
+        imports: Imports,
         repacking: Repacking,
         pinning: Pinning,
         watches: Watches,
@@ -55,6 +57,7 @@ class Adapters(adapter_pb2_grpc.AdapterServiceServicer):
         self._store = store
         self._artifacts = artifacts
         self._uploads = uploads
+        self._imports = imports
         self._repacking = repacking
         self._pinning = pinning
         self._watches = watches
@@ -63,6 +66,17 @@ class Adapters(adapter_pb2_grpc.AdapterServiceServicer):
     async def UploadArtifact(self, request_iterator: Any, context: Any) -> adapter_pb2.UploadArtifactResponse:
         """Register a version of an adapter."""
         return await self._uploads.upload(aiter(request_iterator))
+
+    async def FindUpload(self, request: adapter_pb2.FindUploadRequest, context: Any) -> adapter_pb2.FindUploadResponse:
+        """Tell how much of files is here already."""
+        return adapter_pb2.FindUploadResponse(offsets=[0 for _ in request.files])
+
+    async def ImportAdapter(
+        self, request: adapter_pb2.ImportAdapterRequest, context: Any
+    ) -> AsyncIterator[adapter_pb2.ImportAdapterResponse]:
+        """Fetch and register a version of an adapter."""
+        async for event in self._imports.run(request, context):
+            yield event
 
     async def DownloadArtifact(
         self, request: adapter_pb2.DownloadArtifactRequest, context: Any

@@ -78,6 +78,7 @@ def version_message(version: VersionRecord) -> adapter_pb2.AdapterVersion:
         dtype=version.dtype,
         create_time=timestamp(version.create_time_us),
         exact_artifact_digest=version.source_digest,
+        source=version.origin,
     )
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
 from loraplex.digests import is_digest
 from loraplex.errors import (
     CorruptArtifact,
+    FailedPrecondition,
     InvalidAdapter,
     InvalidParameter,
     InvalidRequest,
@@ -24,18 +24,10 @@ from loraplex.errors import (
 from loraplex.peft_folder import CONFIG_FILE, PICKLE_SUFFIXES, WEIGHTS_FILE
 from loraplex.registry.v1 import adapter_pb2
 from registry.artifacts import ArtifactFolder, full_disk_is_no_space
+from registry.incoming import MAX_CONFIG_BYTES, ReceivedFiles
 
 _FILES: Final = (CONFIG_FILE, WEIGHTS_FILE)
-_MAX_CONFIG_BYTES: Final = 2**20
 _MAX_DATA_BYTES: Final = 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class ReceivedFiles:
-    """A whole upload: the config's bytes and where the weights lie."""
-
-    config: bytes
-    weights: Path
 
 
 class UploadReceiver:
@@ -89,17 +81,22 @@ class UploadReceiver:
     def _begin_file(self, header: adapter_pb2.FileHeader) -> None:
         if header.name not in _FILES:
             raise _foreign_file(header.name)
+        if header.offset:
+            raise FailedPrecondition(
+                f"{header.name} cannot go on from {header.offset}: nothing of it is here; send it from the start",
+                field="file_header.offset",
+            )
         if header.name in self._done:
             raise InvalidRequest(f"{header.name} was sent twice", field="file_header.name")
         if not is_digest(header.sha256):
             raise InvalidParameter(
                 f"the sha256 of {header.name} must be 64 lower-case hex characters", field="file_header.sha256"
             )
-        if header.name == CONFIG_FILE and header.size_bytes > _MAX_CONFIG_BYTES:
+        if header.name == CONFIG_FILE and header.size_bytes > MAX_CONFIG_BYTES:
             raise TooLarge(
-                f"{CONFIG_FILE} has {header.size_bytes} bytes; at most {_MAX_CONFIG_BYTES} are accepted",
+                f"{CONFIG_FILE} has {header.size_bytes} bytes; at most {MAX_CONFIG_BYTES} are accepted",
                 field="file_header.size_bytes",
-                limit=_MAX_CONFIG_BYTES,
+                limit=MAX_CONFIG_BYTES,
             )
         self._announced_bytes += header.size_bytes
         if self._announced_bytes > self._max_upload_bytes:

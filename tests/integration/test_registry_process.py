@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from loraplex.errors import FailedPrecondition
 from loraplex.registry.v1 import adapter_pb2 as a
+from tests.file_server import Answer, file_server
 from tests.running_registry import (
     Client,
     eventually,
@@ -62,6 +63,29 @@ async def test_sigterm_drains_and_exits_with_zero(tmp_path, database_url):
         assert await running.end() == 0
         assert "registry.stopped" in running.log[-1]
         await client.channel.close()
+
+
+async def test_a_kill_in_mid_import_leaves_nothing(tmp_path, database_url, base_folder, adapter_folder):
+    state = tmp_path / "state"
+    flags = (*stored_in(database_url), "--import-schemes", "http", "--import-private-hosts", "127.0.0.1")
+    async with file_server() as server:
+        server.put_folder("/sql/", adapter_folder)
+        weights = "/sql/adapter_model.safetensors"
+        server.put(weights, Answer((adapter_folder / weights[5:]).read_bytes(), until=9000, stalls=True))
+        async with registry_process(state, *flags) as running:
+            client = Client(f"127.0.0.1:{await running.listening_port()}")
+            await client.add_base(base_folder)
+            request = a.ImportAdapterRequest(name="lost", source=f"{server.base}/sql/")
+            call = client.adapters.ImportAdapter(request)
+            await server.until_stalling(1)
+            assert list((state / "incoming").glob(f"*/{weights[5:]}"))
+            running.process.kill()
+            await running.process.wait()
+            with pytest.raises(grpc.RpcError):
+                await anext(aiter(call))
+            await client.channel.close()
+        async with registry_here(state, database_url) as client:
+            assert await nothing_is_left(client, state)
 
 
 async def test_a_kill_in_mid_upload_leaves_no_partial_artifact(tmp_path, database_url, base_folder, adapter_folder):

@@ -201,6 +201,7 @@ class AdapterVersion(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     EXACT_ARTIFACT_DIGEST_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     version_digest: _builtins.str
     """Lower-case hex SHA-256 over normalized config, tensors and base digest."""
     artifact_digest: _builtins.str
@@ -221,6 +222,10 @@ class AdapterVersion(_message.Message):
     """dtype of the stored factors: F32, F16 or BF16."""
     exact_artifact_digest: _builtins.str
     """Digest of its artifact of format none, with the exact factors; the same as artifact_digest where that is its format."""
+    source: _builtins.str
+    """Where the registry fetched it from, without secrets, in a form that names what was read: a hub's commit, not its
+    branch. Empty where it was uploaded. Of equal content from several places it is the first.
+    """
     @_builtins.property
     def target_modules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Kinds of modules it changes, sorted: q_proj, v_proj, ..."""
@@ -244,10 +249,11 @@ class AdapterVersion(_message.Message):
         dtype: _builtins.str = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
         exact_artifact_digest: _builtins.str = ...,
+        source: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["artifact_bytes", b"artifact_bytes", "artifact_digest", b"artifact_digest", "base_digest", b"base_digest", "create_time", b"create_time", "dtype", b"dtype", "exact_artifact_digest", b"exact_artifact_digest", "format", b"format", "num_base_modules", b"num_base_modules", "num_modules", b"num_modules", "rank", b"rank", "target_modules", b"target_modules", "version_digest", b"version_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["artifact_bytes", b"artifact_bytes", "artifact_digest", b"artifact_digest", "base_digest", b"base_digest", "create_time", b"create_time", "dtype", b"dtype", "exact_artifact_digest", b"exact_artifact_digest", "format", b"format", "num_base_modules", b"num_base_modules", "num_modules", b"num_modules", "rank", b"rank", "source", b"source", "target_modules", b"target_modules", "version_digest", b"version_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -350,22 +356,26 @@ class FileHeader(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     SHA256_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """adapter_config.json or adapter_model.safetensors."""
     size_bytes: _builtins.int
     """Size in bytes."""
     sha256: _builtins.str
     """Lower-case hex SHA-256 of the whole file."""
+    offset: _builtins.int
+    """First byte that is sent; those before it must be here already (see FindUpload)."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         size_bytes: _builtins.int = ...,
         sha256: _builtins.str = ...,
+        offset: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "sha256", b"sha256", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "offset", b"offset", "sha256", b"sha256", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1212,3 +1222,149 @@ class PinAdapterResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PinAdapterResponse: _TypeAlias = PinAdapterResponse  # noqa: Y015
+
+@_typing.final
+class FindUploadRequest(_message.Message):
+    """Asks what is here of files that are to be uploaded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___FileHeader]:
+        """The files; their offsets do not count."""
+
+    def __init__(
+        self,
+        *,
+        files: _abc.Iterable[Global___FileHeader] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindUploadRequest: _TypeAlias = FindUploadRequest  # noqa: Y015
+
+@_typing.final
+class FindUploadResponse(_message.Message):
+    """What is here."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSETS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of each file, in the order asked, the offset to go on from; 0 where nothing is here."""
+
+    def __init__(
+        self,
+        *,
+        offsets: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offsets", b"offsets"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindUploadResponse: _TypeAlias = FindUploadResponse  # noqa: Y015
+
+@_typing.final
+class ImportAdapterRequest(_message.Message):
+    """Asks the registry to fetch an adapter and register it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    BASE_ID_FIELD_NUMBER: _builtins.int
+    FORMAT_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The adapter's name."""
+    base_id: _builtins.str
+    """Its base model; may be empty where exactly one base is registered."""
+    format: Global___AdapterFormat.ValueType
+    """Format to pack it in."""
+    source: _builtins.str
+    """Where it is: hf://owner/repo[/folder][@revision], s3://bucket/prefix, gs://bucket/prefix, az://container/prefix,
+    https://host/folder/, or a path below the registry's import root, as it is or after file:.
+    """
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        base_id: _builtins.str = ...,
+        format: Global___AdapterFormat.ValueType = ...,
+        source: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_id", b"base_id", "format", b"format", "name", b"name", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImportAdapterRequest: _TypeAlias = ImportAdapterRequest  # noqa: Y015
+
+@_typing.final
+class ImportProgress(_message.Message):
+    """How far an import is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    """What is being fetched, as it will be stored with the version."""
+    received_bytes: _builtins.int
+    """Bytes fetched so far, of all files."""
+    total_bytes: _builtins.int
+    """Bytes to fetch as far as they are known; 0 while none are."""
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
+        received_bytes: _builtins.int = ...,
+        total_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["received_bytes", b"received_bytes", "source", b"source", "total_bytes", b"total_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImportProgress: _TypeAlias = ImportProgress  # noqa: Y015
+
+@_typing.final
+class ImportAdapterResponse(_message.Message):
+    """One event of an import."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    REGISTERED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def progress(self) -> Global___ImportProgress:
+        """More has come; when all has, the last of it is told again and the adapter is checked and packed."""
+
+    @_builtins.property
+    def registered(self) -> Global___UploadArtifactResponse:
+        """The registered version; the last event."""
+
+    def __init__(
+        self,
+        *,
+        progress: Global___ImportProgress | None = ...,
+        registered: Global___UploadArtifactResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "progress", b"progress", "registered", b"registered"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "progress", b"progress", "registered", b"registered"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["progress", "registered"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___ImportAdapterResponse: _TypeAlias = ImportAdapterResponse  # noqa: Y015

@@ -40,6 +40,16 @@ class AdapterServiceStub:
                 request_serializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.UploadArtifactRequest.SerializeToString,
                 response_deserializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.UploadArtifactResponse.FromString,
                 _registered_method=True)
+        self.FindUpload = channel.unary_unary(
+                '/loraplex.registry.v1.AdapterService/FindUpload',
+                request_serializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.FindUploadRequest.SerializeToString,
+                response_deserializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.FindUploadResponse.FromString,
+                _registered_method=True)
+        self.ImportAdapter = channel.unary_stream(
+                '/loraplex.registry.v1.AdapterService/ImportAdapter',
+                request_serializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.ImportAdapterRequest.SerializeToString,
+                response_deserializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.ImportAdapterResponse.FromString,
+                _registered_method=True)
         self.DownloadArtifact = channel.unary_stream(
                 '/loraplex.registry.v1.AdapterService/DownloadArtifact',
                 request_serializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.DownloadArtifactRequest.SerializeToString,
@@ -90,6 +100,22 @@ class AdapterServiceServicer:
         """Registers a version of an adapter from an uploaded PEFT folder. The stream is header (file_header data*)*:
         adapter_config.json and adapter_model.safetensors. A new name makes an adapter; a known one gets a new current
         version; content that is already a version of it becomes current again and nothing is stored twice.
+        A file that a broken upload has left behind is continued from an offset; FindUpload tells it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FindUpload(self, request, context):
+        """Tells how much of each file is here already, from an upload that broke off.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ImportAdapter(self, request, context):
+        """Registers a version of an adapter that the registry fetches itself. The stream is progress* registered; it ends with
+        the call, and so does the import.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -163,6 +189,16 @@ def add_AdapterServiceServicer_to_server(servicer, server):
                     request_deserializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.UploadArtifactRequest.FromString,
                     response_serializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.UploadArtifactResponse.SerializeToString,
             ),
+            'FindUpload': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindUpload,
+                    request_deserializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.FindUploadRequest.FromString,
+                    response_serializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.FindUploadResponse.SerializeToString,
+            ),
+            'ImportAdapter': grpc.unary_stream_rpc_method_handler(
+                    servicer.ImportAdapter,
+                    request_deserializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.ImportAdapterRequest.FromString,
+                    response_serializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.ImportAdapterResponse.SerializeToString,
+            ),
             'DownloadArtifact': grpc.unary_stream_rpc_method_handler(
                     servicer.DownloadArtifact,
                     request_deserializer=loraplex_dot_registry_dot_v1_dot_adapter__pb2.DownloadArtifactRequest.FromString,
@@ -232,6 +268,60 @@ class AdapterService:
             '/loraplex.registry.v1.AdapterService/UploadArtifact',
             loraplex_dot_registry_dot_v1_dot_adapter__pb2.UploadArtifactRequest.SerializeToString,
             loraplex_dot_registry_dot_v1_dot_adapter__pb2.UploadArtifactResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindUpload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/loraplex.registry.v1.AdapterService/FindUpload',
+            loraplex_dot_registry_dot_v1_dot_adapter__pb2.FindUploadRequest.SerializeToString,
+            loraplex_dot_registry_dot_v1_dot_adapter__pb2.FindUploadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ImportAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/loraplex.registry.v1.AdapterService/ImportAdapter',
+            loraplex_dot_registry_dot_v1_dot_adapter__pb2.ImportAdapterRequest.SerializeToString,
+            loraplex_dot_registry_dot_v1_dot_adapter__pb2.ImportAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,13 @@ class AdapterServiceStub:
     """Registers a version of an adapter from an uploaded PEFT folder. The stream is header (file_header data*)*:
     adapter_config.json and adapter_model.safetensors. A new name makes an adapter; a known one gets a new current
     version; content that is already a version of it becomes current again and nothing is stored twice.
+    A file that a broken upload has left behind is continued from an offset; FindUpload tells it.
+    """
+    FindUpload: _grpc.UnaryUnaryMultiCallable[_adapter_pb2.FindUploadRequest, _adapter_pb2.FindUploadResponse]
+    """Tells how much of each file is here already, from an upload that broke off."""
+    ImportAdapter: _grpc.UnaryStreamMultiCallable[_adapter_pb2.ImportAdapterRequest, _adapter_pb2.ImportAdapterResponse]
+    """Registers a version of an adapter that the registry fetches itself. The stream is progress* registered; it ends with
+    the call, and so does the import.
     """
     DownloadArtifact: _grpc.UnaryStreamMultiCallable[_adapter_pb2.DownloadArtifactRequest, _adapter_pb2.DownloadArtifactResponse]
     """Streams the packed file of an artifact, from an offset. The stream is info data*."""
@@ -71,6 +78,13 @@ class AdapterServiceAsyncStub(AdapterServiceStub):
     """Registers a version of an adapter from an uploaded PEFT folder. The stream is header (file_header data*)*:
     adapter_config.json and adapter_model.safetensors. A new name makes an adapter; a known one gets a new current
     version; content that is already a version of it becomes current again and nothing is stored twice.
+    A file that a broken upload has left behind is continued from an offset; FindUpload tells it.
+    """
+    FindUpload: _aio.UnaryUnaryMultiCallable[_adapter_pb2.FindUploadRequest, _adapter_pb2.FindUploadResponse]  # type: ignore[assignment]
+    """Tells how much of each file is here already, from an upload that broke off."""
+    ImportAdapter: _aio.UnaryStreamMultiCallable[_adapter_pb2.ImportAdapterRequest, _adapter_pb2.ImportAdapterResponse]  # type: ignore[assignment]
+    """Registers a version of an adapter that the registry fetches itself. The stream is progress* registered; it ends with
+    the call, and so does the import.
     """
     DownloadArtifact: _aio.UnaryStreamMultiCallable[_adapter_pb2.DownloadArtifactRequest, _adapter_pb2.DownloadArtifactResponse]  # type: ignore[assignment]
     """Streams the packed file of an artifact, from an offset. The stream is info data*."""
@@ -108,6 +122,25 @@ class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
         """Registers a version of an adapter from an uploaded PEFT folder. The stream is header (file_header data*)*:
         adapter_config.json and adapter_model.safetensors. A new name makes an adapter; a known one gets a new current
         version; content that is already a version of it becomes current again and nothing is stored twice.
+        A file that a broken upload has left behind is continued from an offset; FindUpload tells it.
+        """
+
+    @_abc_1.abstractmethod
+    def FindUpload(
+        self,
+        request: _adapter_pb2.FindUploadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_adapter_pb2.FindUploadResponse, _abc.Awaitable[_adapter_pb2.FindUploadResponse]]:
+        """Tells how much of each file is here already, from an upload that broke off."""
+
+    @_abc_1.abstractmethod
+    def ImportAdapter(
+        self,
+        request: _adapter_pb2.ImportAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_adapter_pb2.ImportAdapterResponse], _abc.AsyncIterator[_adapter_pb2.ImportAdapterResponse]]:
+        """Registers a version of an adapter that the registry fetches itself. The stream is progress* registered; it ends with
+        the call, and so does the import.
         """
 
     @_abc_1.abstractmethod

@@ -1,0 +1,78 @@
+"""Imports by path: below the import root, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+
+from loraplex import errors
+from loraplex.registry.v1 import adapter_pb2 as a
+from tests.running_registry import nothing_is_left, refusal
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+@pytest.fixture
+def root(import_root, adapter_folder):
+    """The import root with one adapter, sql, anew."""
+    for entry in import_root.iterdir():
+        entry.unlink() if entry.is_symlink() else shutil.rmtree(entry)
+    shutil.copytree(adapter_folder, import_root / "sql")
+    return import_root
+
+
+@pytest.mark.parametrize(
+    "form", ["sql", "./sql/", "{root}/sql", "file:sql", "file://{root}/sql", "{root}/../{name}/sql"]
+)
+async def test_every_form_of_a_path_below_the_root_is_read(registry, root, form):
+    registered = await registry.import_(form.format(root=root, name=root.name))
+    assert registered.adapter.current.source == "file:sql"
+    await registry.adapters.DeleteAdapter(a.DeleteAdapterRequest(name="x"))
+
+
+async def test_links_inside_the_root_are_followed_and_none_out_of_it(
+    registry, state_dir, root, adapter_folder, tmp_path
+):
+    (root / "link").symlink_to("sql")
+    assert (await registry.import_("link")).adapter.current.source == "file:sql"
+    await registry.adapters.DeleteAdapter(a.DeleteAdapterRequest(name="x"))
+    (root / "out").symlink_to(adapter_folder)
+    (root / "half").mkdir()
+    shutil.copy(root / "sql" / CONFIG, root / "half")
+    (root / "half" / WEIGHTS).symlink_to(adapter_folder / WEIGHTS)
+    sibling = root.with_name(root.name + "-other")
+    shutil.copytree(adapter_folder, sibling)
+    for path in ("out", "half", "..", "../../etc", "/etc", str(sibling), f"../{sibling.name}", str(adapter_folder)):
+        error = await refusal(registry.events(path), errors.SourceForbidden)
+        assert "import root" in error.message
+    assert await nothing_is_left(registry, state_dir)
+
+
+async def test_what_is_missing_or_no_plain_file_is_told_so(registry, state_dir, root):
+    await refusal(registry.events("nothing"), errors.SourceNotFound)
+    (root / "pipe").mkdir()
+    os.mkfifo(root / "pipe" / CONFIG)
+    assert "plain file" in (await refusal(registry.events("pipe"), errors.InvalidParameter)).message
+    await refusal(registry.events(f"sql/{CONFIG}"), errors.SourceNotFound)
+    (root / "sql" / WEIGHTS).write_bytes(b"x" * 2**24)
+    await refusal(registry.events("sql"), errors.TooLarge)
+    assert await nothing_is_left(registry, state_dir)
+
+
+async def test_a_link_that_appears_after_the_path_was_judged_is_not_followed(
+    registry, root, adapter_folder, monkeypatch
+):
+    real = os.open
+
+    def swapping(path, flags, *args, dir_fd=None, **kwargs):
+        if path == "sql" and dir_fd is not None:
+            shutil.rmtree(root / "sql")
+            (root / "sql").symlink_to(adapter_folder)
+        return real(path, flags, *args, dir_fd=dir_fd, **kwargs)
+
+    monkeypatch.setattr(os, "open", swapping)
+    await refusal(registry.events("sql"), errors.SourceNotFound)  # ENOTDIR: a link is no folder here
