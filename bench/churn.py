@@ -41,6 +41,7 @@ _PLACES: Final = 8
 _AT_A_TIME: Final = 16
 _TOKENS: Final = 12
 _LEFT_TOKENS: Final = 200
+_CONTEXT_TOKENS: Final = 512
 _WARM_UP: Final = 0.2
 _MOST_GROWTH: Final = 0.02
 _CALL_S: Final = 60.0
@@ -194,7 +195,11 @@ async def _measure(args: argparse.Namespace, base: Base, scratch: Path) -> dict[
         for index, rank in enumerate([4, 8, 16] * (_ADAPTERS // 3))
     ]
     # A small arena, so that the warm-up writes all of it: pages count only once they are written.
-    options = ("--max-resident-adapters", str(_PLACES), "--arena-bytes", str(args.arena_bytes))
+    options = (
+        *("--max-resident-adapters", str(_PLACES)),
+        *("--arena-bytes", str(args.arena_bytes)),
+        *("--max-context-tokens", str(_CONTEXT_TOKENS)),  # so that pins leave room for the longest request
+    )
     rng = random.Random(args.seed)
     async with (
         serving(base, folders, scratch / "state", dtype="float32", worker_options=options) as served,
