@@ -65,6 +65,8 @@ class OpenedRunner(Runner, Protocol):
     adapter_chunk_bytes: int
     """Bytes of a chunk that an adapter can use; 0 where adapters live outside the arena."""
     eos_token_ids: frozenset[int]
+    host_budget_bytes: int
+    """Bytes that adapters may take in page-locked host memory; 0 where there is no such tier."""
 
     def calibrate(self) -> tuple[float, float]:
         """Measure prefill and decode speed, in tokens per second."""
@@ -86,6 +88,7 @@ class EngineOptions:
     max_running_requests: int
     max_resident_adapters: int
     max_adapter_bytes: int | None
+    host_cache_bytes: int | None
     max_prefill_tokens: int | None
     max_adapter_wait_s: float
     mixed_batch_ratio: float
@@ -111,6 +114,7 @@ def parse_options(argv: Sequence[str]) -> EngineOptions:
     parser.add_argument("--max-running-requests", type=_positive, default=64)
     parser.add_argument("--max-resident-adapters", type=_positive, default=32)
     parser.add_argument("--max-adapter-bytes", type=_positive, default=None, help="default: bound by slots and arena")
+    parser.add_argument("--host-cache-bytes", type=_whole, default=None, help="default: the runner decides")
     parser.add_argument("--max-prefill-tokens", type=_positive, default=None, help="default: a step of 0.2 s")
     parser.add_argument("--max-adapter-wait-s", type=float, default=2.0, help="how long one may be overtaken")
     parser.add_argument("--mixed-batch-ratio", type=float, default=1.0, help="share that runs with mixed adapters")
@@ -179,6 +183,7 @@ def _start(
         max_running_requests=config.max_running_requests,
         base_quantization=options.base_quantization,
         chunk_bytes=config.chunk_bytes,
+        host_budget_bytes=runner.host_budget_bytes,
     )
     return runner, config, ready
 
@@ -262,7 +267,12 @@ def _open_model_runner(options: EngineOptions) -> OpenedRunner:
         base_digest=options.base_digest or read_manifest(options.base_dir).digest(),
         threads=options.threads or usable_cores(),
         cuda_graphs=options.cuda_graphs,
+        host_cache_bytes=options.host_cache_bytes,
     )
+
+
+def _whole(text: str) -> int:
+    return 0 if text == "0" else _positive(text)
 
 
 def _positive(text: str) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -52,8 +52,17 @@ class BaseShape:
 class DeviceAdapters:
     """The slot table. `load` may run on any thread; the rest is the engine's."""
 
-    def __init__(self, base: BaseShape, arena: Arena, *, num_slots: int, placement: Placer | None = None) -> None:
-        """`placement` is the backend's; without one tiles are found by records."""
+    def __init__(
+        self,
+        base: BaseShape,
+        arena: Arena,
+        *,
+        num_slots: int,
+        placement: Placer | None = None,
+        open_file: Callable[[Path], PackedAdapter] = open_packed,
+    ) -> None:
+        """`placement` is the backend's; without one tiles are found by records. `open_file` reads a packed file."""
+        self._open_file = open_file
         self._base, self._arena, self._num_slots = base, arena, num_slots
         self._placement = RecordPlacer(arena) if placement is None else placement
         self._slots: dict[int, PlacedAdapter] = {}
@@ -75,7 +84,7 @@ class DeviceAdapters:
         with self._lock:
             if slot in self._slots:
                 raise ValueError(f"slot {slot} is in use; release it first")
-        packed = open_packed(path)
+        packed = self._open_file(path)
         modules = self._modules(packed, path)
         adapter = self._placement.place(slot, packed.version_digest, modules, chunk_ids)
         with self._lock:
