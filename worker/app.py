@@ -341,6 +341,7 @@ class WorkerApp:
             fetching=self._store.is_fetching(artifact_digest),
             in_flight=self._admission.in_flight(artifact_digest),
             held=self._held_on_device(artifact_digest),
+            on_host=artifact_digest in self._engine.on_host,
             pinned=self._steering.is_pinned(artifact_digest),
             quarantine=None if sentence is None else (sentence.reason, sentence.end_s + self._clock_offset_s),
         )
@@ -377,7 +378,11 @@ class WorkerApp:
         engine, store, ready = self._engine, self._store, self._engine.ready
         arena_bytes = 0 if ready is None else ready.total_blocks * ready.chunk_bytes
         on_device = 0 if engine.status is None else engine.status.adapter_bytes
-        return {
+        tiers = {
             Tier.DEVICE: TierUse(on_device, self._settings.max_adapter_bytes or arena_bytes, len(engine.adapters)),
             Tier.DISK: TierUse(store.cached_bytes, self._settings.cache_bytes, store.num_cached),
         }
+        if ready is not None and ready.host_budget_bytes:
+            on_host = 0 if engine.status is None else engine.status.host_bytes
+            tiers[Tier.HOST] = TierUse(on_host, ready.host_budget_bytes, len(engine.on_host))
+        return tiers

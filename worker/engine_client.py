@@ -138,6 +138,8 @@ class EngineClient:
         """The last status of the running engine; None before its first."""
         self.adapters: dict[str, AdapterOnDevice] = {}
         """What the running engine holds or is loading, by artifact digest."""
+        self.on_host: set[str] = set()
+        """Artifact digests of what it has in page-locked host memory."""
         self.epoch = secrets.token_hex(8)
         """Another one as soon as an engine, and what it held, is lost."""
         self.step_s = 0.0
@@ -291,6 +293,8 @@ class EngineClient:
                 self._on_load(adapter.artifact_digest, adapter.device_bytes, adapter.load_s, None)
         for digest in step.gone:
             self.adapters.pop(digest, None)
+        self.on_host.update(step.host)
+        self.on_host.difference_update(step.host_gone)
         for failed_load in step.failed_loads:
             self._on_load(failed_load.artifact_digest, 0, 0.0, _error_of(failed_load))
         for output in step.outputs:
@@ -311,7 +315,8 @@ class EngineClient:
             failed = self._forget(failure.request_id)
             if failed is not None:
                 failed.on_failure(failure.request_id, _error_of(failure))
-        self._on_change([*(adapter.artifact_digest for adapter in step.adapters), *step.gone])
+        changed = [adapter.artifact_digest for adapter in step.adapters]
+        self._on_change([*changed, *step.gone, *step.host, *step.host_gone])
 
     def _lose_engine(self) -> None:
         if self._silence_timer is not None:
@@ -322,7 +327,8 @@ class EngineClient:
         owners = {**self._owners, **self._comparing, **self._ordered}
         self._owners, self._comparing, self._ordered = {}, {}, {}
         self.status = None
-        lost, self.adapters = self.adapters, {}
+        lost = {*self.adapters, *self.on_host}
+        self.adapters, self.on_host = {}, set()
         self.epoch = secrets.token_hex(8)
         self._set_state(EngineState.DOWN, lost)
         for request_id, owner in owners.items():

@@ -65,6 +65,8 @@ class OpenedRunner(Runner, Protocol):
     adapter_chunk_bytes: int
     """Bytes of a chunk that an adapter can use; 0 where adapters live outside the arena."""
     eos_token_ids: frozenset[int]
+    host_budget_bytes: int
+    """Bytes that adapters may take in page-locked host memory; 0 where there is no such tier."""
 
     def calibrate(self) -> tuple[float, float]:
         """Measure prefill and decode speed, in tokens per second."""
@@ -87,6 +89,7 @@ class EngineOptions:
     max_resident_adapters: int
     max_adapter_bytes: int | None
     max_vocabulary_bytes: int
+    host_cache_bytes: int | None
     max_prefill_tokens: int | None
     max_adapter_wait_s: float
     mixed_batch_ratio: float
@@ -114,6 +117,7 @@ def parse_options(argv: Sequence[str]) -> EngineOptions:
     parser.add_argument("--max-resident-adapters", type=_positive, default=32)
     parser.add_argument("--max-adapter-bytes", type=_positive, default=None, help="default: bound by slots and arena")
     parser.add_argument("--max-vocabulary-bytes", type=_positive, default=2**30, help="adapters' embeddings, heads")
+    parser.add_argument("--host-cache-bytes", type=_whole, default=None, help="default: the runner decides")
     parser.add_argument("--max-prefill-tokens", type=_positive, default=None, help="default: a step of 0.2 s")
     parser.add_argument("--max-adapter-wait-s", type=float, default=2.0, help="how long one may be overtaken")
     parser.add_argument("--mixed-batch-ratio", type=float, default=1.0, help="share that runs with mixed adapters")
@@ -183,6 +187,7 @@ def _start(
         max_running_requests=config.max_running_requests,
         base_quantization=options.base_quantization,
         chunk_bytes=config.chunk_bytes,
+        host_budget_bytes=runner.host_budget_bytes,
     )
     return runner, config, ready
 
@@ -271,7 +276,12 @@ def _open_model_runner(options: EngineOptions) -> OpenedRunner:
         cuda_graphs=options.cuda_graphs,
         max_vocabulary_bytes=options.max_vocabulary_bytes,
         merged_artifact=options.merged_artifact,
+        host_cache_bytes=options.host_cache_bytes,
     )
+
+
+def _whole(text: str) -> int:
+    return 0 if text == "0" else _positive(text)
 
 
 def _positive(text: str) -> int:

@@ -145,6 +145,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """How the base's matrices are kept; see worker.settings."""
     chunk_bytes: int = 0
     """Bytes of a block."""
+    host_budget_bytes: int = 0
+    """Bytes that adapters may take in page-locked host memory; 0 where there is no such tier."""
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -174,6 +176,8 @@ class Timing(msgspec.Struct, frozen=True, array_like=True):
     """From arrival until a load that the request waited for was done; 0 where there was none."""
     cached_tokens: int = 0
     """Prompt tokens that were not computed: their KV was in the prefix cache."""
+    adapter_on_host: bool = False
+    """The adapter was in page-locked host memory when the request came."""
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):
@@ -262,6 +266,8 @@ class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
     """Chunks of adapters that are pinned, of `adapter_chunks`."""
     adapter_bytes: int = 0
     """Device bytes of all adapters, those being loaded included."""
+    host_bytes: int = 0
+    """Bytes of adapters in page-locked host memory."""
 
 
 class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -284,6 +290,9 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
     compared: tuple[Compared, ...] = ()
     steered: tuple[Steered, ...] = ()
     failed_loads: tuple[FailedLoad, ...] = ()
+    host: tuple[str, ...] = ()
+    """Artifact digests of adapters that came into page-locked host memory."""
+    host_gone: tuple[str, ...] = ()
 
 
 FromEngine = Ready | StartFailed | Step

@@ -90,7 +90,9 @@ def choice_end_message(end: ChoiceEnd) -> GenerateResponse:
 
 def tier_of(timing: Timing, *, fetched: bool) -> Tier:
     """Return where a request found its adapter."""
-    return Tier.SOURCE if fetched else Tier.DEVICE if timing.adapter_on_device else Tier.DISK
+    if fetched:
+        return Tier.SOURCE
+    return Tier.DEVICE if timing.adapter_on_device else Tier.HOST if timing.adapter_on_host else Tier.DISK
 
 
 def serving_facts(

@@ -106,6 +106,7 @@ def adapter_status(
     fetching: bool,
     in_flight: int,
     held: AdapterOnDevice | None,
+    on_host: bool = False,
     pinned: bool = False,
     quarantine: tuple[str, float] | None = None,
 ) -> AdapterStatus | None:
@@ -116,10 +117,12 @@ def adapter_status(
     `cached_bytes` is its size on the disk, None where it is not there; `held` what the engine says of it. One that the
     engine is still loading counts as on the disk.
     """
-    if cached_bytes is None and held is None and not (fetching or in_flight or pinned or quarantine):
+    if cached_bytes is None and held is None and not (on_host or fetching or in_flight or pinned or quarantine):
         return None
     if held is not None and not held.loading:
         tier, loading = Tier.DEVICE, False
+    elif on_host:
+        tier, loading = Tier.HOST, held is not None
     elif held is not None or cached_bytes is not None:
         tier, loading = Tier.DISK, held is not None
     else:

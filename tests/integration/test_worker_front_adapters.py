@@ -453,3 +453,27 @@ async def test_status_tells_how_full_each_tier_is(front, steer, artifacts):
     await steer.unload(device, from_disk=True)
     status = await front.status_where(lambda fields: fields["disk_tier"].num_adapters == 1)
     assert status["device_tier"].used_bytes == 0
+
+
+async def test_an_adapter_that_left_the_device_is_told_and_served_from_host_memory_where_there_is_any(
+    base, tmp_path, artifacts
+):
+    async with (
+        serving_artifacts(artifacts) as port,
+        running_front(
+            base, tmp_path / "cache", registry_port=port, max_resident_adapters=1, host_cache_bytes=2500
+        ) as front,
+    ):
+        steer = Steer(front)
+        first, second, third = (artifacts.add(bytes([n]) * 1000) for n in (7, 8, 9))
+        for digest in (first, second):
+            assert (await front.generate(front.request(artifact=digest, max_tokens=2))).finished
+        status = await front.status_where(is_at(first, AdapterTier.ADAPTER_TIER_HOST))
+        tier = status["host_tier"]
+        assert (tier.used_bytes, tier.budget_bytes, tier.num_adapters) == (2000, 2500, 2)
+        answer = await front.generate(front.request(artifact=first, max_tokens=2))
+        assert answer.finished.facts.tier_hit == AdapterTier.ADAPTER_TIER_HOST
+        assert answer.finished.facts.adapter_load_time.ToNanoseconds() > 0
+        await steer.load(third)  # the copy that came first leaves
+        await front.status_where(is_at(first, DISK))
+        await front.status_where(is_at(second, AdapterTier.ADAPTER_TIER_HOST))

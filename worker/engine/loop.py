@@ -95,6 +95,7 @@ class EngineLoop:
         self._answered_step = 0
         self._failures: list[Failure] = []
         self._failed_loads: list[FailedLoad] = []
+        self._host: dict[str, bool] = {}  # whether it is in the host tier, for those that are to be told
         self._compared: list[Compared] = []
         self._told: EngineStatus | None = None
         self._failed_steps = 0
@@ -134,6 +135,7 @@ class EngineLoop:
     def _turn(self) -> bool:
         """Do all that can be done without waiting, one step at most; returns whether nothing is left to do."""
         self._take_loads()
+        self._take_host_changes()
         for slot in self._scheduler.unwanted_loads():
             if self._loader.cancel(slot):
                 self._scheduler.load_given_up(slot)
@@ -168,6 +170,12 @@ class EngineLoop:
                 digest, failures = self._scheduler.adapter_failed(loaded.slot, problem)
                 self._failures += failures
                 self._failed_loads.append(FailedLoad(digest, *problem))
+
+    def _take_host_changes(self) -> None:
+        changes = self._runner.take_host_changes()
+        self._host.update(dict.fromkeys(changes.came, True))
+        self._host.update(dict.fromkeys(changes.gone, False))
+        self._scheduler.host_changed(changes)
 
     def _start(self, plan: StepPlan) -> StartedStep:
         try:
@@ -219,13 +227,18 @@ class EngineLoop:
         steered, failures = self._scheduler.take_orders_done()
         self._failures += failures
         status, changes = self._scheduler.status(), self._scheduler.take_adapter_changes()
-        heard = self._failures or self._failed_loads or steered or changes
+        heard = self._failures or self._failed_loads or steered or changes or self._host
         if step_s is None and not (heard or status != self._told):
             return
         told = (self._answered_step, tuple(outputs), tuple(self._failures), status, changes.adapters, changes.gone)
-        more = (tuple(self._compared), tuple(steered), tuple(self._failed_loads))
+        more = (tuple(self._compared), tuple(steered), tuple(self._failed_loads), *self._told_of_host())
         self._inbox.send(Step(*told, step_s or 0.0, *more))
         self._failed_loads.clear()
+        self._host.clear()
         self._failures.clear()
         self._compared.clear()
         self._told = status
+
+    def _told_of_host(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        came = tuple([digest for digest, is_there in self._host.items() if is_there])
+        return came, tuple([digest for digest, is_there in self._host.items() if not is_there])

@@ -27,6 +27,7 @@ from worker.engine.orders import NOBODY, Orders
 from worker.engine.plan import (
     AdapterLoad,
     ComparisonStep,
+    HostChanges,
     NewRequest,
     SampledTokens,
     StepPlan,
@@ -92,6 +93,8 @@ class Scheduler:
         self._orders = Orders(self._memory, config)
         self._may_be_unwanted = False  # a load, since somebody left
         self._hurried: list[int] = []
+        self._on_host: set[str] = set()
+        self._host_bytes = 0
         self._compared: list[Compared] = []
         self._running: dict[int, Request] = {}
         self._in_flight: deque[_InFlight] = deque()  # in the order in which they are answered
@@ -120,6 +123,7 @@ class Scheduler:
             max_known_tokens=refusal.max_known_tokens(submit, self._config, pinned),
             chain_start=chain_start(self._config.base_identity, digest, submit.tenant),
             adapter_on_device=slot is not None and not slot.loading,
+            adapter_on_host=digest in self._on_host,
         )
         self._counters.set_weight(submit.tenant, submit.weight)
         self._waiting.add(request)
@@ -211,6 +215,12 @@ class Scheduler:
                 request.adapter_on_device = False
                 request.adapter_load_s += now - max(slot.load_started_s, request.arrival_s)
                 request.adapter_ready_s = now - request.arrival_s
+
+    def host_changed(self, changes: HostChanges) -> None:
+        """Note which adapters came into the host tier and left it."""
+        self._on_host.update(changes.came)
+        self._on_host.difference_update(changes.gone)
+        self._host_bytes = changes.used_bytes
 
     def adapter_failed(self, slot_index: int, problem: refusal.Problem) -> tuple[str, list[Failure]]:
         """Note that a load failed: the slot is free again and all requests that wait for the adapter fail.
@@ -340,6 +350,7 @@ class Scheduler:
             num_cached_tokens=self._num_cached_tokens,
             pinned_chunks=self._memory.residency.pinned_chunks,
             adapter_bytes=self._memory.residency.used_bytes,
+            host_bytes=self._host_bytes,
         )
 
     def _place_ordered(self, admission: Admission, now: float) -> list[Placement]:
