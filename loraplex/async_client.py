@@ -10,9 +10,9 @@ from typing import Self, TypeVar
 from grpc import aio
 
 from loraplex import wire
+from loraplex.artifact_file import ArtifactFile
 from loraplex.calls import CHANNEL_OPTIONS, DEFAULT_REGISTRY, DEFAULT_ROUTER, PAGE_SIZE, Page, Peer, Timeouts
 from loraplex.credentials import Credentials
-from loraplex.downloads import ArtifactFile
 from loraplex.generation import Event, Message, Sampling
 from loraplex.manifest import BaseManifest
 from loraplex.peft_folder import read_adapter_folder
@@ -214,6 +214,15 @@ class AsyncClient:
             for message in page.adapters:
                 yield wire.adapter(message)
 
+    async def remove_adapter(self, name: str) -> int:
+        """Delete an adapter with its versions; return the revision without it. Raises AdapterNotFound."""
+        with self._registry.calls():
+            response = await self._adapters.DeleteAdapter(
+                adapter_pb2.DeleteAdapterRequest(name=name), timeout=self.timeouts.call_s, metadata=self._operator
+            )
+        self._seen(response.revision)
+        return response.revision
+
     async def download_artifact(
         self, artifact_digest: str, file: Path, progress: Callable[[int, int], None] = lambda _done, _total: None
     ) -> None:
@@ -227,15 +236,6 @@ class AsyncClient:
                 request, timeout=self.timeouts.upload_s, metadata=self._operator
             ):
                 taken.take(part)
-
-    async def remove_adapter(self, name: str) -> int:
-        """Delete an adapter with its versions; return the revision without it. Raises AdapterNotFound."""
-        with self._registry.calls():
-            response = await self._adapters.DeleteAdapter(
-                adapter_pb2.DeleteAdapterRequest(name=name), timeout=self.timeouts.call_s, metadata=self._operator
-            )
-        self._seen(response.revision)
-        return response.revision
 
     async def add_base(self, base_id: str, manifest: BaseManifest) -> BaseRegistration:
         """Register a base model by its manifest (see `loraplex.manifest.read_manifest`)."""

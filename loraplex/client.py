@@ -23,10 +23,10 @@ from typing import Self, TypeVar
 import grpc
 
 from loraplex import wire
+from loraplex.artifact_file import ArtifactFile
 from loraplex.async_client import AsyncClient
 from loraplex.calls import CHANNEL_OPTIONS, DEFAULT_REGISTRY, DEFAULT_ROUTER, PAGE_SIZE, Page, Peer, Timeouts
 from loraplex.credentials import Credentials
-from loraplex.downloads import ArtifactFile
 from loraplex.generation import (
     Choice,
     ChoiceFinished,
@@ -252,6 +252,15 @@ class Client:
         for page in _pages(self._registry, ask):
             yield from map(wire.adapter, page.adapters)
 
+    def remove_adapter(self, name: str) -> int:
+        """Delete an adapter with its versions; return the revision without it. Raises AdapterNotFound."""
+        with self._registry.calls():
+            response = self._adapters.DeleteAdapter(
+                adapter_pb2.DeleteAdapterRequest(name=name), timeout=self.timeouts.call_s, metadata=self._operator
+            )
+        self._seen(response.revision)
+        return response.revision
+
     def download_artifact(
         self, artifact_digest: str, file: Path, progress: Callable[[int, int], None] = lambda _done, _total: None
     ) -> None:
@@ -265,15 +274,6 @@ class Client:
                 request, timeout=self.timeouts.upload_s, metadata=self._operator
             ):
                 taken.take(part)
-
-    def remove_adapter(self, name: str) -> int:
-        """Delete an adapter with its versions; return the revision without it. Raises AdapterNotFound."""
-        with self._registry.calls():
-            response = self._adapters.DeleteAdapter(
-                adapter_pb2.DeleteAdapterRequest(name=name), timeout=self.timeouts.call_s, metadata=self._operator
-            )
-        self._seen(response.revision)
-        return response.revision
 
     def add_base(self, base_id: str, manifest: BaseManifest) -> BaseRegistration:
         """Register a base model by its manifest (see `loraplex.manifest.read_manifest`)."""

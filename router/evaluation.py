@@ -58,7 +58,7 @@ class Evaluations:
         Raises NoWorker, DeadlineExceeded, WorkerLost, and what the worker refuses with.
         """
         deadline_s = self._clock() + timeout_s
-        placement = PlacementRequest(request.base_digest, 0, request.artifact_digest, beside_base=True)
+        placement = PlacementRequest(request.base_digest, 0, request.artifact_digest)
         asked = worker_pb2.EvaluateAdapterRequest(
             base_digest=request.base_digest,
             version_digest=request.version_digest,
@@ -69,7 +69,10 @@ class Evaluations:
         failure: LoraplexError | None = None
         while True:
             try:
-                worker = pick(placement, self._fleet.views(), self._rng, tried).worker
+                views = self._fleet.views()
+                shared = [view for view in views if not view.dedicated_artifact_digest]  # that have the base itself
+                asked_for = placement if shared else PlacementRequest(request.base_digest, 0)
+                worker = pick(asked_for, shared or views, self._rng, tried).worker
             except NoWorker:
                 if failure is not None:
                     raise failure from None

@@ -174,6 +174,7 @@ class Link:
             worker_id=status.worker_id,
             epoch=status.epoch,
             base_digest=status.base_digest,
+            dedicated_artifact_digest=status.dedicated_artifact_digest,
             running_requests=status.running_requests,
             waiting_requests=status.waiting_requests,
             queued_prefill_tokens=status.queued_prefill_tokens,
@@ -192,5 +193,4 @@ class Link:
             device=status.device,
             dtype=status.dtype,
             base_quantization=status.base_quantization,
-            dedicated_artifact_digest=status.dedicated_artifact_digest,
         )

@@ -43,6 +43,7 @@ class WorkerStatus:
     sequence: int = 0
     state: State = State.STARTING
     base_digest: str = ""
+    dedicated_artifact_digest: str = ""
     running_requests: int = 0
     waiting_requests: int = 0
     queued_prefill_tokens: int = 0
@@ -54,7 +55,6 @@ class WorkerStatus:
     device: str = ""
     dtype: str = ""
     base_quantization: str = ""
-    dedicated_artifact_digest: str = ""
     adapters: Mapping[str, Residency] = field(default_factory=lambda: NO_ADAPTERS)
 
     def merged(self, message: worker_pb2.WatchStatusResponse) -> WorkerStatus:

@@ -61,6 +61,8 @@ class WorkerView:
     worker_id: str = ""
     epoch: str = ""
     base_digest: str = ""
+    dedicated_artifact_digest: str = ""
+    """Of the one adapter that the worker serves; empty where it serves any."""
     running_requests: int = 0
     waiting_requests: int = 0
     queued_prefill_tokens: int = 0
@@ -79,8 +81,6 @@ class WorkerView:
     device: str = ""
     dtype: str = ""
     base_quantization: str = ""
-    dedicated_artifact_digest: str = ""
-    """Of the one adapter that the worker serves; empty where it serves any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,6 @@ class PlacementRequest:
     prompt_tokens: int
     artifact_digest: str = ""
     artifact_bytes: int = 0
-    beside_base: bool = False
-    """The worker must have the base itself: none that is dedicated to an adapter will do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +123,7 @@ _LOADING_SHARE: Final = 0.5  # of a load under way, half is left on average
 
 def serves(worker: WorkerView, request: PlacementRequest) -> bool:
     """Tell whether a worker takes such requests, by what it is dedicated to."""
-    dedicated = worker.dedicated_artifact_digest
-    return not dedicated or (dedicated == request.artifact_digest and not request.beside_base)
+    return worker.dedicated_artifact_digest in ("", request.artifact_digest)
 
 
 def adapter_cost_s(worker: WorkerView, request: PlacementRequest) -> float:

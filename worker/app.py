@@ -11,6 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 import structlog
 
@@ -29,11 +30,10 @@ from worker.admission import Admission
 from worker.dedicated import Dedication
 from worker.engine_client import EngineClient, EnginePatience, EngineState
 from worker.generation import StreamLimits
-from worker.mailbox import AdapterOnDevice
 from worker.metrics import Metrics, Snapshot
 from worker.service import Parts, ServedBase, WorkerService
 from worker.settings import WorkerSettings
-from worker.status import AdapterStatus, AdapterTable, State, StatusBoard, WorkerStatus, adapter_status, assemble
+from worker.status import AdapterStatus, AdapterTable, State, StatusBoard, Tier, WorkerStatus, adapter_status, assemble
 from worker.text.model import TextModel
 
 log = structlog.get_logger(__name__)
@@ -70,7 +70,7 @@ class WorkerApp:
         self._engine = EngineClient(self._engine_changed, patience)
         self._admission = Admission(settings.max_waiting_requests, self._admission_changed)
         self._board = StatusBoard(self._assemble)
-        self._adapters = AdapterTable(self._look_up)
+        self._adapters = AdapterTable(self._look_up_served)
         self._source = RegistrySource(settings.registry, credentials=bearer(settings.cluster_secret))
         self._store = AdapterStore(
             settings.cache_dir / "artifacts",
@@ -85,13 +85,13 @@ class WorkerApp:
         self._service = WorkerService(
             Parts(
                 worker_id=settings.worker_id,
+                dedication=self._dedication,
                 engine=self._engine,
                 admission=self._admission,
                 store=self._store,
                 board=self._board,
                 limits=limits or StreamLimits(stall_timeout_s=settings.stream_stall_s),
                 metrics=self._metrics,
-                dedication=self._dedication,
             )
         )
         calls = CallInterceptor(self._metrics.calls, self._activity)
@@ -280,25 +280,27 @@ class WorkerApp:
             max_resident_adapters=self._settings.max_resident_adapters,
         )
 
+    def _look_up_served(self, artifact_digest: str) -> AdapterStatus | None:
+        """Return what `_look_up` does, but that what is merged into the base is on the device."""
+        found = self._look_up(artifact_digest)
+        if found is None or artifact_digest != self._settings.dedicated or self._engine.state is not EngineState.READY:
+            return found
+        return replace(found, tier=Tier.DEVICE, loading=False)
+
     def _look_up(self, artifact_digest: str) -> AdapterStatus | None:
         return adapter_status(
             artifact_digest,
             cached_bytes=self._store.size_bytes(artifact_digest),
             fetching=self._store.is_fetching(artifact_digest),
             in_flight=self._admission.in_flight(artifact_digest),
-            held=self._held_on_device(artifact_digest),
+            held=self._engine.adapters.get(artifact_digest),
         )
-
-    def _held_on_device(self, artifact_digest: str) -> AdapterOnDevice | None:
-        size = self._store.size_bytes(artifact_digest)
-        if artifact_digest == self._settings.dedicated and self._engine.state is EngineState.READY and size is not None:
-            return AdapterOnDevice(artifact_digest, False, self._admission.in_flight(artifact_digest), size)
-        return self._engine.adapters.get(artifact_digest)
 
     def _assemble(self, sequence: int) -> WorkerStatus:
         engine, admission = self._engine, self._admission
         return assemble(
             worker_id=self._settings.worker_id,
+            dedicated_artifact_digest=self._settings.dedicated or "",
             epoch=engine.epoch,
             sequence=sequence,
             state=self._state(),
@@ -308,5 +310,4 @@ class WorkerApp:
             active_choices=admission.active_choices,
             unseen_tokens=admission.unseen_tokens,
             adapters=self._adapters.view(),
-            dedicated_artifact_digest=self._settings.dedicated or "",
         )

@@ -240,6 +240,7 @@ def _open_model_runner(options: EngineOptions) -> OpenedRunner:
         device=options.device,
         dtype=options.dtype,
         base_quantization=options.base_quantization,
+        merged_artifact=options.merged_artifact,
         arena_bytes=options.arena_bytes,
         max_context_tokens=options.max_context_tokens,
         max_running_requests=options.max_running_requests,
@@ -248,7 +249,6 @@ def _open_model_runner(options: EngineOptions) -> OpenedRunner:
         base_digest=options.base_digest or read_manifest(options.base_dir).digest(),
         threads=options.threads or usable_cores(),
         cuda_graphs=options.cuda_graphs,
-        merged_artifact=options.merged_artifact,
     )
 
 

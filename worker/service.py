@@ -73,13 +73,14 @@ class Parts:
     """What the service works with; each part has its own owner."""
 
     worker_id: str
+    dedication: Dedication | None
+    """Where the worker is for one adapter."""
     engine: EngineClient
     admission: Admission
     store: AdapterStore
     board: StatusBoard
     limits: StreamLimits
     metrics: Metrics
-    dedication: Dedication | None = None
 
 
 class _Held:
@@ -144,13 +145,13 @@ class WorkerService(WorkerServiceServicer):
         arrival_s = time.monotonic()
         base, ready = self._serving()
         checked = check_request(request, base_digest=base.digest, vocab_size=ready.vocab_size)
-        if self._parts.dedication is not None:
-            self._parts.dedication.check(None if checked.adapter is None else checked.adapter.artifact_digest)
         describe_request(checked, base.digest)
         remaining_s = context.time_remaining()
         if remaining_s is not None and remaining_s <= 0:
             raise DeadlineExceeded("the deadline passed before the request was read")
         digest = checked.adapter.artifact_digest if checked.adapter else None
+        if self._parts.dedication is not None:
+            self._parts.dedication.check(digest)
         ticket = self._parts.admission.admit(checked.sampling.n, digest, arrival_s)
         held = _Held(ticket, Observation(self._parts.metrics, arrival_s))
         self._held.add(held)

@@ -133,6 +133,7 @@ class AdapterTable:
 def assemble(
     *,
     worker_id: str,
+    dedicated_artifact_digest: str = "",
     epoch: str,
     sequence: int,
     state: State,
@@ -142,7 +143,6 @@ def assemble(
     active_choices: int,
     unseen_tokens: int,
     adapters: Mapping[str, AdapterStatus],
-    dedicated_artifact_digest: str = "",
 ) -> WorkerStatus:
     """Return the whole status from what the front end and the engine know.
 
@@ -152,6 +152,7 @@ def assemble(
     running = engine.running_requests if engine is not None else 0
     return WorkerStatus(
         worker_id=worker_id,
+        dedicated_artifact_digest=dedicated_artifact_digest,
         epoch=epoch,
         sequence=sequence,
         state=state,
@@ -174,7 +175,6 @@ def assemble(
         num_preempted=engine.num_preempted if engine is not None else 0,
         num_cached_tokens=engine.num_cached_tokens if engine is not None else 0,
         adapters=adapters,
-        dedicated_artifact_digest=dedicated_artifact_digest,
     )
 
 

@@ -19,15 +19,15 @@ from loraplex.cli.version import version
 app = new_group("Loraplex: one base model, every tenant's LoRA adapter, any mix of adapters in one batch.", top=True)
 app.command()(up)
 app.command()(demo)
+app.command()(plan)
 app.command()(generate)
 app.command()(chat)
-adapters.app.command()(merge)
 app.add_typer(adapters.app, name="adapter")
+adapters.app.command()(merge)
 app.add_typer(bases.app, name="base")
 app.add_typer(keys.app, name="key")
 app.add_typer(workers.app, name="worker")
 app.command()(models)
-app.command()(plan)
 app.command()(version)
 
 

@@ -123,9 +123,9 @@ class ModelRunner:
         max_prefill_tokens: int,
         base_digest: str,
         base_quantization: str = "none",
+        merged_artifact: Path | None = None,
         threads: int = 1,
         cuda_graphs: bool = True,
-        merged_artifact: Path | None = None,
         backend: Backend | None = None,
     ) -> ModelRunner:
         """Load the Hugging Face folder `base_dir` and take the arena's memory.

@@ -62,7 +62,6 @@ def test_a_dedicated_worker_goes_first_and_gets_nothing_else() -> None:
     fleet = [shared, own, foreign]
     assert pick(WITH_ADAPTER, fleet, rng()).worker is own  # 0.4 s later than the idle one
     assert pick(REQUEST, fleet, rng()).worker is shared
-    assert pick(replace(WITH_ADAPTER, beside_base=True), fleet, rng()).worker is shared
     assert pick(replace(WITH_ADAPTER, artifact_digest="d" * 64), fleet, rng()).worker is shared
     assert pick(WITH_ADAPTER, fleet, rng(), exclude=["own"]).worker is shared
 
