@@ -203,6 +203,20 @@ class AsyncClient:
             )
         return wire.adapter(response.adapter, response.reports, response.evaluations)
 
+    async def download_artifact(
+        self, artifact_digest: str, file: Path, progress: Callable[[int, int], None] = lambda _done, _total: None
+    ) -> None:
+        """Write the packed file of an artifact to `file`, checked; `progress` is told bytes so far and of all.
+
+        Raises ArtifactNotFound, or CorruptArtifact where other bytes came; then there is no file.
+        """
+        request = adapter_pb2.DownloadArtifactRequest(artifact_digest=artifact_digest)
+        with self._registry.calls(), ArtifactFile(artifact_digest, file, progress) as taken:
+            async for part in self._adapters.DownloadArtifact(
+                request, timeout=self.timeouts.upload_s, metadata=self._operator
+            ):
+                taken.take(part)
+
     async def list_adapters(self) -> AsyncIterator[Adapter]:
         """Yield all adapters by name."""
 
@@ -222,20 +236,6 @@ class AsyncClient:
             )
         self._seen(response.revision)
         return response.revision
-
-    async def download_artifact(
-        self, artifact_digest: str, file: Path, progress: Callable[[int, int], None] = lambda _done, _total: None
-    ) -> None:
-        """Write the packed file of an artifact to `file`, checked; `progress` is told bytes so far and of all.
-
-        Raises ArtifactNotFound, or CorruptArtifact where other bytes came; then there is no file.
-        """
-        request = adapter_pb2.DownloadArtifactRequest(artifact_digest=artifact_digest)
-        with self._registry.calls(), ArtifactFile(artifact_digest, file, progress) as taken:
-            async for part in self._adapters.DownloadArtifact(
-                request, timeout=self.timeouts.upload_s, metadata=self._operator
-            ):
-                taken.take(part)
 
     async def add_base(self, base_id: str, manifest: BaseManifest) -> BaseRegistration:
         """Register a base model by its manifest (see `loraplex.manifest.read_manifest`)."""

@@ -242,6 +242,20 @@ class Client:
             )
         return wire.adapter(response.adapter, response.reports, response.evaluations)
 
+    def download_artifact(
+        self, artifact_digest: str, file: Path, progress: Callable[[int, int], None] = lambda _done, _total: None
+    ) -> None:
+        """Write the packed file of an artifact to `file`, checked; `progress` is told bytes so far and of all.
+
+        Raises ArtifactNotFound, or CorruptArtifact where other bytes came; then there is no file.
+        """
+        request = adapter_pb2.DownloadArtifactRequest(artifact_digest=artifact_digest)
+        with self._registry.calls(), ArtifactFile(artifact_digest, file, progress) as taken:
+            for part in self._adapters.DownloadArtifact(
+                request, timeout=self.timeouts.upload_s, metadata=self._operator
+            ):
+                taken.take(part)
+
     def list_adapters(self) -> Iterator[Adapter]:
         """Yield all adapters by name."""
 
@@ -260,20 +274,6 @@ class Client:
             )
         self._seen(response.revision)
         return response.revision
-
-    def download_artifact(
-        self, artifact_digest: str, file: Path, progress: Callable[[int, int], None] = lambda _done, _total: None
-    ) -> None:
-        """Write the packed file of an artifact to `file`, checked; `progress` is told bytes so far and of all.
-
-        Raises ArtifactNotFound, or CorruptArtifact where other bytes came; then there is no file.
-        """
-        request = adapter_pb2.DownloadArtifactRequest(artifact_digest=artifact_digest)
-        with self._registry.calls(), ArtifactFile(artifact_digest, file, progress) as taken:
-            for part in self._adapters.DownloadArtifact(
-                request, timeout=self.timeouts.upload_s, metadata=self._operator
-            ):
-                taken.take(part)
 
     def add_base(self, base_id: str, manifest: BaseManifest) -> BaseRegistration:
         """Register a base model by its manifest (see `loraplex.manifest.read_manifest`)."""
