@@ -18,8 +18,8 @@ import torch
 
 from common.adapter_format.packed import open_packed
 from worker.adapters.device import BaseShape, DeviceAdapters
-from worker.adapters.vocabulary import DEFAULT_BYTES, VocabularyMemory, VocabularyShape
 from worker.adapters.host import HostTier
+from worker.adapters.vocabulary import DEFAULT_BYTES, VocabularyMemory, VocabularyShape
 from worker.engine.plan import (
     BASE_SLOT,
     AdapterLoad,
