@@ -19,7 +19,8 @@ import structlog
 
 from common.backoff import Backoff
 from common.disk import is_full
-from loraplex.errors import ArtifactUnreachable, CorruptArtifact, LoraplexError, NoSpace
+from loraplex.errors import ArtifactUnreachable, CorruptArtifact, LoraplexError
+from worker.adapters.full_disk import PAUSE, no_space
 from worker.adapters.source import ArtifactSource, SourceInterrupted
 
 log = structlog.get_logger(__name__)
@@ -184,8 +185,5 @@ def _wrong_size(artifact_digest: str, got: int, expected: int) -> CorruptArtifac
 def disk_error(error: OSError, folder: Path) -> LoraplexError:
     """Return the typed error for a failure of the cache's disk."""
     if is_full(error):
-        return NoSpace(
-            f"the disk of the adapter cache {folder} is full; free some space or give the cache another folder",
-            retry_after_s=5.0,
-        )
+        return no_space(folder, PAUSE.longest_s)
     return ArtifactUnreachable(f"the adapter cache {folder} cannot be written: {error.strerror or error}")

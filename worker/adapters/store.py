@@ -28,6 +28,7 @@ from loraplex.digests import is_digest
 from loraplex.errors import FailedPrecondition, LoraplexError, NoSpace
 from loraplex.folder_lock import FolderLock
 from worker.adapters.download import Partial, RetryPolicy, disk_error, download
+from worker.adapters.full_disk import FullDisk
 from worker.adapters.pace import Pace
 from worker.adapters.places import Places
 from worker.adapters.source import ArtifactSource
@@ -103,6 +104,7 @@ class AdapterStore:
         on_fetched: Callable[[str, LoraplexError | None], None] = lambda *_: None,
         retry: RetryPolicy | None = None,
         places: Places | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder = folder
         self._incoming = folder / ".incoming"
@@ -118,6 +120,8 @@ class AdapterStore:
         self._level = Level()
         self._kept: set[str] = set()
         self._pace = Pace()
+        self._clock = clock
+        self._full_disk = FullDisk(folder)
         self._fetches: dict[str, _Fetch] = {}
         self._users: Counter[str] = Counter()
         self._room_turn = asyncio.Lock()
@@ -301,15 +305,26 @@ class AdapterStore:
                     self._source, artifact_digest, scratch, reserve=reserve, retry=self._retry, on_bytes=place.get_on
                 )
 
+        if self._idle.least(self._on_device()) is None:  # else there is room to be made
+            self._full_disk.check(self._clock())
         started_s = time.monotonic()
         try:
             partial = await fetched()
         except OSError as error:
             size_bytes, fetch.reserved_bytes = fetch.reserved_bytes, 0
-            if not is_full(error) or not self._evict(max(size_bytes, 1)):
+            if not is_full(error):
                 raise
+            # What is on the device goes on being asked for, and could not be had again here.
+            if not self._evict(max(size_bytes, 1), spare_device=True):
+                raise self._full_disk.met(self._clock()) from error
             log.warning("artifact.disk_full", artifact=artifact_digest[:12], what_now="idle adapters made room")
-            partial = await fetched()
+            try:
+                partial = await fetched()
+            except OSError as again:
+                if not is_full(again):
+                    raise
+                raise self._full_disk.met(self._clock()) from again
+        self._full_disk.over()
         partial.path.replace(target)  # no await from here to the entry: a file is never there without it
         seconds = time.monotonic() - started_s
         self._pace.add(partial.size_bytes, seconds)
@@ -346,12 +361,15 @@ class AdapterStore:
         missing = self.cached_bytes + reserved + size_bytes - self._budget_bytes
         return self._evict(missing) >= missing
 
-    def _evict(self, wanted_bytes: int) -> int:
-        """Evict idle files until `wanted_bytes` are freed or none is left; returns the bytes freed."""
+    def _evict(self, wanted_bytes: int, *, spare_device: bool = False) -> int:
+        """Evict idle files until `wanted_bytes` are freed or none is left; returns the bytes freed.
+
+        Those of adapters on the device go last, or not at all.
+        """
         freed_bytes = 0
-        on_device = {digest for digest in self._cached if self._is_on_device(digest)}
+        on_device = self._on_device()
         while freed_bytes < wanted_bytes:
-            found = self._idle.least(on_device) or self._idle.least()
+            found = self._idle.least(on_device) or (None if spare_device else self._idle.least())
             if found is None:
                 break
             priority, digest = found
@@ -360,6 +378,9 @@ class AdapterStore:
             self._drop(digest)
             log.info("artifact.evicted", artifact=digest[:12])
         return freed_bytes
+
+    def _on_device(self) -> set[str]:
+        return {digest for digest in self._cached if self._is_on_device(digest)}
 
     def _retire(self, artifact_digest: str) -> None:
         """Let a file leave when its turn comes, unless somebody uses it."""

@@ -466,14 +466,33 @@ async def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, source, monkeypa
                 raise OSError(code, "No space left on device")
             super().append(chunk)
 
-    digest = source.add(b"x" * 100)
-    async with a_store(tmp_path, source) as store:
+    digest, now = source.add(b"x" * 100), [100.0]
+    async with a_store(tmp_path, source, clock=lambda: now[0]) as store:
         monkeypatch.setattr(download_module, "Partial", FullDisk)
-        with pytest.raises(NoSpace, match="is full"):
+        with pytest.raises(NoSpace, match="is full") as caught:
             await store.acquire(digest)
         assert leftovers(tmp_path) == []
         monkeypatch.undo()
+        with pytest.raises(NoSpace, match="is full"):  # not every request tries
+            await store.acquire(digest)
+        now[0] += caught.value.retry_after_s or 0.0
         await store.acquire(digest)
+
+
+async def test_on_a_full_disk_what_is_on_the_device_stays(tmp_path, source, monkeypatch):
+    first, second, third = (source.add(bytes([n]) * 100) for n in range(3))
+    async with a_store(tmp_path, source, is_on_device={first, second}.__contains__) as store:
+        for digest in (first, second):
+            (await store.acquire(digest)).release()
+
+        class FullDisk(Partial):
+            def append(self, chunk: bytes) -> None:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(download_module, "Partial", FullDisk)
+        with pytest.raises(NoSpace, match="is full"):
+            await store.acquire(third)
+        assert files(tmp_path) == {first, second}
 
 
 async def test_on_a_full_disk_idle_adapters_make_room_and_used_ones_stay(tmp_path, source, monkeypatch):
