@@ -143,9 +143,10 @@ def test_a_config_that_contradicts_the_file_is_refused_by_its_field(upload, vari
     assert caught.value.field == field
 
 
-def test_a_magnitude_beyond_float32_is_refused(upload):
-    with pytest.raises(InvalidAdapter, match="float32 cannot hold") as caught:
-        upload("dora", setting(MAGNITUDE, lambda tensor: torch.full_like(tensor, 3.4e38)))
+@pytest.mark.parametrize(("tensor", "value"), [(MAGNITUDE, 3.4e38), (f"{PREFIX}.q_proj.lora_A.weight", 1e38)])
+def test_a_dora_beyond_float32_is_refused(upload, tensor, value):
+    with pytest.raises(InvalidAdapter, match="beyond float32") as caught:
+        upload("dora", setting(tensor, lambda tensor: torch.full_like(tensor, value)))
     assert caught.value.metadata["module"] == "layers.0.self_attn.q_proj"
 
 
