@@ -30,6 +30,24 @@ class AdapterVersion:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadFacts:
+    """What became of an adapter's uploaded file; all that is not in `equal_to_base`, and so dropped, is served.
+
+    `num_file_modules` are modules of the base that the file has tensors for. `features` is what the adapter has beside
+    plain LoRA: DoRA, rsLoRA, ... `base_check` tells what the base was known by: "manifest" (shapes of all modules,
+    SHA-256 of what the file has of the base) or "weights" (read besides, from a folder with the base's digest).
+    `trained_on` is the base's name in adapter_config.json, which is not checked.
+    """
+
+    num_file_tensors: int
+    num_file_modules: int
+    equal_to_base: tuple[str, ...]
+    features: tuple[str, ...]
+    base_check: str
+    trained_on: str
+
+
+@dataclass(frozen=True, slots=True)
 class PackingReport:
     """What packing a version made of it.
 
@@ -45,6 +63,10 @@ class PackingReport:
     errors: tuple[tuple[str, float], ...]
     estimated_sizes: tuple[str, ...] = ()
     """Formats in `sizes` that the version is not packed in."""
+    format_errors: dict[str, float] = field(default_factory=dict)
+    """Mean relative error by format: of those in `estimated_sizes` estimated from a few modules."""
+    load: LoadFacts | None = None
+    """What became of the uploaded file; None where that was before registries told it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from loraplex.records import (
     ApiKey,
     BaseModel,
     Evaluation,
+    LoadFacts,
     Model,
     PackingReport,
     Worker,
@@ -54,6 +55,7 @@ _FORMATS: Final = {
     "int4": adapter_pb2.ADAPTER_FORMAT_INT4,
     "none": adapter_pb2.ADAPTER_FORMAT_NONE,
 }
+_BASE_CHECKS: Final = {adapter_pb2.BASE_CHECK_MANIFEST: "manifest", adapter_pb2.BASE_CHECK_WEIGHTS: "weights"}
 _REASONS: Final = {generation_pb2.FINISH_REASON_STOP: "stop", generation_pb2.FINISH_REASON_LENGTH: "length"}
 
 
@@ -205,6 +207,19 @@ def packing_report(message: adapter_pb2.PackingReport) -> PackingReport:
         mean_error=message.mean_error,
         errors=tuple((entry.module, entry.relative_error) for entry in message.modules),
         estimated_sizes=tuple(form for form in sizes if form not in ("none", message.format)),
+        format_errors={size.format: size.mean_error for size in message.sizes if size.HasField("mean_error")},
+        load=_load_facts(message.load) if message.HasField("load") else None,
+    )
+
+
+def _load_facts(message: adapter_pb2.LoadFacts) -> LoadFacts:
+    return LoadFacts(
+        num_file_tensors=message.num_file_tensors,
+        num_file_modules=message.num_file_modules,
+        equal_to_base=tuple(message.equal_to_base),
+        features=tuple(message.features),
+        base_check=_BASE_CHECKS.get(message.base_check, ""),
+        trained_on=message.trained_on,
     )
 
 

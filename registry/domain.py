@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from common.adapter_format.base import KINDS, BaseLinears, kind_of, layer_of, read_linears
-from common.adapter_format.packed import PACKERS, PackedAdapter
+from common.adapter_format.modules import PACKERS, PackedAdapter, PackedMatrix, PackedModule
 from common.tenancy import DEFAULT_TENANT
 from common.wording import shown
 from loraplex.digests import is_digest
@@ -52,6 +52,7 @@ class VersionRecord:
     target_modules: tuple[str, ...]
     num_modules: int
     num_base_modules: int
+    """Linears of the base's layers, and embedding and output head where the adapter changes them."""
     dtype: str
     create_time_us: int
     packer: int = 0
@@ -208,17 +209,19 @@ def describe_version(
     adapter: PackedAdapter, artifact_digest: str, artifact_bytes: int, base: BaseLinears, now_us: int
 ) -> VersionRecord:
     """Describe a validated adapter that is packed as it is, in format none."""
+    parts: list[PackedModule | PackedMatrix] = [*adapter.modules, *adapter.matrices]
+    changed = {part.name for part in parts}
     return VersionRecord(
         version_digest=adapter.version_digest,
         artifact_digest=artifact_digest,
         base_digest=adapter.base_digest,
         format=adapter.format,
-        rank=max(module.rank for module in adapter.modules),
+        rank=max((module.rank for module in adapter.modules), default=0),
         artifact_bytes=artifact_bytes,
-        target_modules=tuple(sorted({kind_of(module.name) for module in adapter.modules})),
-        num_modules=len(adapter.modules),
-        num_base_modules=len(base.shapes),
-        dtype=max((module.dtype for module in adapter.modules), key=_DTYPE_ORDER.index),
+        target_modules=tuple(sorted({kind_of(name) for name in changed})),
+        num_modules=len(changed),
+        num_base_modules=len(base.shapes.keys() | changed),
+        dtype=max((part.dtype for part in parts), key=_DTYPE_ORDER.index),
         create_time_us=now_us,
         packer=PACKERS[adapter.format],
         source_digest=artifact_digest,

@@ -18,6 +18,7 @@ from common.adapter_format.choice import estimated_bytes
 from common.adapter_format.packed import PACKERS, PackedAdapter, open_packed, pack, version_digest
 from common.adapter_format.parts import FORMAT_NONE, FORMATS
 from common.adapter_format.quantize import Quantized, quantize
+from common.adapter_format.validate import Validated
 from loraplex.errors import CorruptArtifact, UnsupportedAdapter
 from registry.artifacts import ArtifactFolder, full_disk_is_no_space
 from registry.domain import VersionRecord, describe_version
@@ -27,6 +28,7 @@ log = structlog.get_logger(__name__)
 
 DEFAULT_QUANTIZATION: Final[Literal["none", "int8", "int4"]] = "int8"
 """Format of adapters for which none is asked, unless the registry is told another."""
+_NUM_SAMPLED: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,26 +49,29 @@ class Wanted:
 
 
 def make_version(
-    adapter: PackedAdapter, wanted: Wanted, base: BaseLinears, folder: Path, artifacts: ArtifactFolder, now_us: int
+    validated: Validated, wanted: Wanted, base: BaseLinears, folder: Path, artifacts: ArtifactFolder, now_us: int
 ) -> PackedVersion:
     """Pack a validated adapter into files below `folder`.
 
     Raises UnsupportedAdapter where it cannot have the format that was asked for, and NoSpace.
     """
+    adapter = validated.adapter
     source, source_digest, source_bytes = _write(adapter, folder / "source", artifacts)
     exact = describe_version(adapter, source_digest, source_bytes, base, now_us)
-    return _packed(exact, adapter, source, wanted, folder, artifacts)
+    packed = _packed(exact, adapter, source, wanted, folder, artifacts)
+    return replace(packed, report=replace(packed.report, facts=validated.facts))
 
 
 def repack(version: VersionRecord, wanted: Wanted, folder: Path, artifacts: ArtifactFolder) -> PackedVersion:
-    """Pack a version again from its exact factors.
+    """Pack a version again from its exact factors; what became of its uploaded file is not in the report.
 
     Raises ArtifactUnreachable or CorruptArtifact where those are lost, and UnsupportedAdapter and NoSpace as
     `make_version` does.
     """
     source = artifacts.file(version.source_digest)
     adapter = open_packed(source)
-    if adapter.format != FORMAT_NONE or version_digest(adapter.base_digest, adapter.modules) != version.version_digest:
+    identity = version_digest(adapter.base_digest, adapter.modules, adapter.matrices)
+    if adapter.format != FORMAT_NONE or identity != version.version_digest:
         raise CorruptArtifact(
             f"the artifact {version.source_digest} does not hold the factors of version {version.version_digest}; "
             "register the adapter again",
@@ -90,10 +95,12 @@ def _packed(
     if form != FORMAT_NONE:
         file, digest, size = _write(quantized.adapter, folder / "packed", artifacts)
         files[digest] = file
-    sizes = {known: estimated_bytes(adapter.modules, known) for known in FORMATS}
+    sizes = {known: estimated_bytes(adapter.modules, known, adapter.matrices) for known in FORMATS}
     sizes |= {FORMAT_NONE: version.source_bytes, form: size}
     errors = zip((module.name for module in adapter.modules), quantized.errors, strict=True)
-    report = PackingReport(form, sizes, tuple(sorted(errors, key=lambda entry: (-entry[1], entry[0]))))
+    worst_first = tuple(sorted(errors, key=lambda entry: (-entry[1], entry[0])))
+    estimates = {known: error for known in FORMATS if known != form and (error := _sampled(adapter, known)) is not None}
+    report = PackingReport(form, sizes, worst_first, estimates)
     record = replace(version, artifact_digest=digest, artifact_bytes=size, format=form, packer=PACKERS[form])
     return PackedVersion(record, report, files)
 
@@ -106,6 +113,16 @@ def _quantize(adapter: PackedAdapter, wanted: Wanted) -> Quantized:
             raise
         log.info("registry.default_format_does_not_fit", version=adapter.version_digest[:12], reason=error.message)
         return quantize(adapter, FORMAT_NONE)
+
+
+def _sampled(adapter: PackedAdapter, form: str) -> float | None:
+    """Return the mean error of a few of the modules in another format; None where that does not fit them."""
+    modules = adapter.modules[:: -(-len(adapter.modules) // _NUM_SAMPLED) or 1]
+    try:
+        errors = quantize(replace(adapter, modules=modules), form).errors
+    except UnsupportedAdapter:
+        return None
+    return sum(errors) / max(1, len(errors))
 
 
 def _write(adapter: PackedAdapter, file: Path, artifacts: ArtifactFolder) -> tuple[Path, str, int]:

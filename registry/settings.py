@@ -36,6 +36,10 @@ class RegistrySettings(AdminSettings):
     default_quantization: Literal["none", "int8", "int4"] = Field(
         DEFAULT_QUANTIZATION, description="format of adapters for which no other is asked"
     )
+    base_dirs: str = Field(
+        "",
+        description="FOLDER[,FOLDER...] with weights of base models, for adapters that cannot be packed without: DoRA",
+    )
     artifact_grace_s: Annotated[float, Field(ge=0)] = Field(
         600.0, description="seconds an artifact stays after another has replaced it, for requests on their way to it"
     )
@@ -62,6 +66,12 @@ class RegistrySettings(AdminSettings):
         if url is not None:
             parse_url(url)
         return url
+
+    @property
+    def base_folders(self) -> list[Path]:
+        """The folders of `base_dirs`."""
+        names = (name.strip() for name in self.base_dirs.split(","))
+        return [Path(name).expanduser() for name in names if name]
 
     @property
     def url(self) -> sa.URL:

@@ -50,6 +50,8 @@ class Variant:
     """Of the stored tensors."""
     converted: bool = False
     """Trained on a changed base and exported as a difference, as PiSSA and its kind can be."""
+    copies: bool = False
+    """Saved with the embedding and the head of the base, as `save_embedding_layers=True` does."""
     renamed: Callable[[str], str] | None = None
     """Spelling of the names in the file, where it is not what this PEFT writes."""
 
@@ -114,6 +116,7 @@ VARIANTS: Final[Mapping[str, Variant]] = {
         {"modules_to_save": ["lm_head"], "target_modules": ["q_proj", "embed_tokens"]}, base="tied"
     ),
     "gaussian": Variant({"init_lora_weights": "gaussian"}),
+    "mica": Variant({"init_lora_weights": "mica", "target_modules": ["q_proj", "embed_tokens"]}),
     "orthogonal": Variant({"init_lora_weights": "orthogonal"}),
     "eva": Variant({"init_lora_weights": "eva", "eva_config": EvaConfig(rho=2.0)}),
     "pissa_converted": Variant({"init_lora_weights": "pissa"}, converted=True),
@@ -123,6 +126,9 @@ VARIANTS: Final[Mapping[str, Variant]] = {
     ),
     "olora_converted": Variant({"init_lora_weights": "olora", "use_rslora": True}, converted=True),
     "corda_converted": Variant({"init_lora_weights": "corda", "corda_config": CordaConfig()}, converted=True),
+    "copies": Variant(copies=True),
+    "copies_tied": Variant({"use_dora": True}, base="tied", copies=True),
+    "copies_bf16_base": Variant(base="bf16", dtype=torch.bfloat16, copies=True),
     "adapter_name_in_keys": Variant(
         {"target_modules": ["q_proj", "embed_tokens", "lm_head"], "use_dora": True},
         renamed=lambda name: _named(name, "my-adapter"),
@@ -156,7 +162,7 @@ def make_variant(name: str, base_folder: Path, folder: Path) -> Path:
             if variant.config.get("init_lora_weights") == "eva":
                 initialize_lora_eva_weights(model, _batches(), show_progress_bar=False)
             train(model, variant.dtype)
-            model.save_pretrained(str(folder))
+            model.save_pretrained(str(folder), **({"save_embedding_layers": True} if variant.copies else {}))
     if variant.renamed is not None:
         shutil.copytree(folder, folder / _UNTOUCHED)
         tensors = load_file(folder / "adapter_model.safetensors")

@@ -38,10 +38,9 @@ def dora_affine(
         shift = np.zeros_like(scale)
         if bias := base.biases.get(module.name):
             shift = np.asarray((1 - wide) * _bias(bias.name, len(scale), weights), np.float32)
-    if not (np.isfinite(scale) & np.isfinite(shift)).all():
+    if not (np.isfinite(scale) & np.isfinite(shift) & np.isfinite(norms)).all():
         raise InvalidAdapter(
-            f"{module.name}: a DoRA magnitude is so much larger than the norm of its weight that float32 cannot hold "
-            "their ratio",
+            f"{module.name}: a weight with its change, or a DoRA magnitude over the norm of that, is beyond float32",
             field="use_dora",
             module=module.name,
         )

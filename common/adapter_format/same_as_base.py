@@ -68,7 +68,7 @@ def is_rounded(tensor: StoredTensor, base: TensorInfo, weights: WeightsSource) -
 
     `weights` are asked for only where they may tell.
     """
-    if tensor.shape != base.shape or len(base.shape) != 2 or tensor.dtype in (base.dtype, "F32"):
+    if tensor.shape != base.shape or len(base.shape) != 2 or tensor.dtype not in {"BF16", "F16"} - {base.dtype}:
         return False
     stored = tensor.array()
     blocks = weights(f"{tensor.name}, a copy of the base's {base.name} in other precision,").rows(base.name)

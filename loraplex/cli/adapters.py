@@ -18,7 +18,7 @@ from rich.progress import (
 )
 
 from loraplex.cli import evaluations as evaluated
-from loraplex.cli import output
+from loraplex.cli import load_report, output
 from loraplex.cli.app import new_group
 from loraplex.cli.options import REGISTRY, ROUTER, Json, Registry, Router, Wait
 from loraplex.client import Client, Timeouts
@@ -240,7 +240,9 @@ def _print_version(version: AdapterVersion, report: PackingReport | None, evalua
         ("rank", f"{version.rank}, {version.dtype}, {output.size(version.artifact_bytes)}, format {version.format}"),
         ("modules", f"{version.num_modules} of {version.num_base_modules} changed ({kinds})"),
     ]
-    if report and version.format != "none":
+    if report and report.load:
+        lines += load_report.in_lines(report.load)
+    if report and report.errors and version.format != "none":
         worst = ", ".join(f"{module} {error:.2%}" for module, error in report.errors[:_NUM_WORST])
         lines.append(("error", f"{report.mean_error:.2%} mean over the modules; worst {worst}"))
     if evaluation:
@@ -252,7 +254,9 @@ def _print_version(version: AdapterVersion, report: PackingReport | None, evalua
 
 
 def _size(form: str, report: PackingReport) -> str:
-    return f"{form} {'~' if form in report.estimated_sizes else ''}{output.size(report.sizes[form])}"
+    about = "~" if form in report.estimated_sizes else ""
+    error = f" (error {about}{report.format_errors[form]:.2%})" if report.format_errors.get(form) else ""
+    return f"{form} {about}{output.size(report.sizes[form])}{error}"
 
 
 def _wait_for_router(client: Client, name: str, artifact_digest: str | None, *, wait: bool | None) -> bool:

@@ -85,7 +85,7 @@ class ClusterPlan:
             ProcessSpec(
                 name="registry",
                 role="registry",
-                command=(*registry, "--state-dir", str(self.state_dir / "registry")),
+                command=(*registry, "--state-dir", str(self.state_dir / "registry"), *_base_dirs(self.base_folder)),
                 address=self.registry,
                 log_file=self.log_dir / "registry.log",
                 cwd=self.tree,
@@ -120,6 +120,11 @@ class ClusterPlan:
             )
         )
         return specs
+
+
+def _base_dirs(folder: Path) -> tuple[str, ...]:
+    """Let the registry read the base's weights, for DoRA; a comma would part the path in two."""
+    return () if "," in str(folder) else ("--base-dirs", str(folder))
 
 
 def _admin(port: int) -> tuple[str, str]:

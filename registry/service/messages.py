@@ -8,6 +8,7 @@ from typing import Final
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from common.adapter_format.load_facts import BY_MANIFEST, BY_WEIGHTS, LoadFacts
 from common.adapter_format.parts import FORMAT_INT4, FORMAT_INT8, FORMAT_NONE
 from loraplex.errors import InvalidParameter
 from loraplex.manifest import BaseManifest, TensorInfo
@@ -25,6 +26,7 @@ from registry.domain import (
 from registry.evaluations import EvaluationRecord, Figures
 from registry.reports import PackingReport
 
+_BASE_CHECKS: Final = {BY_MANIFEST: adapter_pb2.BASE_CHECK_MANIFEST, BY_WEIGHTS: adapter_pb2.BASE_CHECK_WEIGHTS}
 _FORMATS: Final = {
     adapter_pb2.ADAPTER_FORMAT_NONE: FORMAT_NONE,
     adapter_pb2.ADAPTER_FORMAT_INT8: FORMAT_INT8,
@@ -101,9 +103,24 @@ def report_message(
     return adapter_pb2.PackingReport(
         version_digest=version_digest,
         format=report.format,
-        sizes=[adapter_pb2.FormatSize(format=form, size_bytes=size) for form, size in report.sizes.items()],
+        sizes=[
+            adapter_pb2.FormatSize(format=form, size_bytes=size, mean_error=report.mean_errors.get(form))
+            for form, size in report.sizes.items()
+        ],
         mean_error=report.mean_error,
         modules=[adapter_pb2.ModuleError(module=module, relative_error=error) for module, error in errors],
+        load=_facts_message(report.facts) if report.facts is not None else None,
+    )
+
+
+def _facts_message(facts: LoadFacts) -> adapter_pb2.LoadFacts:
+    return adapter_pb2.LoadFacts(
+        num_file_tensors=facts.num_file_tensors,
+        num_file_modules=facts.num_file_modules,
+        equal_to_base=facts.equal_to_base,
+        features=facts.features,
+        base_check=_BASE_CHECKS[facts.base_check],
+        trained_on=facts.trained_on,
     )
 
 

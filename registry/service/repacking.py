@@ -10,6 +10,7 @@ import asyncio
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import structlog
@@ -97,7 +98,7 @@ class Repacking:
                 num_failed += 1
                 log.warning("registry.repack_failed", **where, error=str(error))
             else:
-                worst = report.errors[0]
+                worst = report.errors[:1]
                 log.info("registry.repacked", **where, format=report.format, mean_error=report.mean_error, worst=worst)
         seconds = round(time.monotonic() - started, 3)
         log.info("registry.repacking_ended", versions=len(due), failed=num_failed, seconds=seconds)
@@ -131,6 +132,8 @@ class Repacking:
             for digest, file in packed.files.items():
                 await asyncio.to_thread(self._artifacts.publish, file, digest)
             adapter = put_repacked(existing, packed.version)
-            await transaction.put_adapter(adapter, {version.version_digest: packed.report})
+            before = (await transaction.reports(DEFAULT_TENANT, name)).get(version.version_digest)
+            report = replace(packed.report, facts=before.facts if before else None)
+            await transaction.put_adapter(adapter, {version.version_digest: report})
         self._retirement.retire({stored.artifact_digest})
-        return adapter, packed.report, transaction.revision
+        return adapter, report, transaction.revision

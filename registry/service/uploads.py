@@ -14,13 +14,14 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import structlog
 
 from common.adapter_format.base import BaseLinears, read_linears
-from common.adapter_format.validate import validate
+from common.adapter_format.validate import examine
 from common.tenancy import DEFAULT_TENANT
 from common.wording import listing
 from loraplex.errors import (
@@ -34,6 +35,7 @@ from loraplex.errors import (
 from loraplex.manifest import manifest_from_json
 from loraplex.registry.v1 import adapter_pb2
 from registry.artifacts import ArtifactFolder
+from registry.base_folders import BaseFolders
 from registry.domain import AdapterRecord, check_adapter_name, check_same_base, cut_over
 from registry.packing import PackedVersion, Wanted, make_version
 from registry.service.base_models import unknown_base
@@ -72,6 +74,7 @@ class Uploads:
         self._store = store
         self._artifacts = artifacts
         self._retirement = retirement
+        self._base_folders = BaseFolders(settings.base_folders, settings.state_dir / "cache")
         self._default_quantization = settings.default_quantization
         self._max_upload_bytes = settings.max_upload_bytes
         self._idle_timeout_s = settings.upload_idle_timeout_s
@@ -142,10 +145,11 @@ class Uploads:
     def _make_version(self, files: ReceivedFiles, target: _Target, folder: Path) -> PackedVersion:
         """Validate, pack and sync; blocks."""
         base: BaseLinears = read_linears(manifest_from_json(target.manifest))
-        adapter = validate(files.config, files.weights, base)
-        default = target.known_formats.get(adapter.version_digest, self._default_quantization)
+        weights = partial(self._base_folders.weights, base.base_digest)
+        validated = examine(files.config, files.weights, base, weights)
+        default = target.known_formats.get(validated.adapter.version_digest, self._default_quantization)
         wanted = Wanted(target.asked_format or default, asked=bool(target.asked_format))
-        return make_version(adapter, wanted, base, folder, self._artifacts, time.time_ns() // 1000)
+        return make_version(validated, wanted, base, folder, self._artifacts, time.time_ns() // 1000)
 
     async def _commit(self, target: _Target, packed: PackedVersion) -> adapter_pb2.UploadArtifactResponse:
         async with self._store.write() as transaction:

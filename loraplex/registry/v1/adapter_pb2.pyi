@@ -51,6 +51,30 @@ ADAPTER_FORMAT_INT4: AdapterFormat.ValueType  # 3
 """4 bits in groups of 64, with leading components in 8 bits where that pays."""
 Global___AdapterFormat: _TypeAlias = AdapterFormat  # noqa: Y015
 
+class _BaseCheck:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _BaseCheckEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BaseCheck.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    BASE_CHECK_UNSPECIFIED: _BaseCheck.ValueType  # 0
+    """Not told."""
+    BASE_CHECK_MANIFEST: _BaseCheck.ValueType  # 1
+    """The manifest registered under the base's digest: the shape of every module, SHA-256 of what the file has of it."""
+    BASE_CHECK_WEIGHTS: _BaseCheck.ValueType  # 2
+    """Weights besides, read from a folder with that digest."""
+
+class BaseCheck(_BaseCheck, metaclass=_BaseCheckEnumTypeWrapper):
+    """What told that the base is the one that an adapter fits."""
+
+BASE_CHECK_UNSPECIFIED: BaseCheck.ValueType  # 0
+"""Not told."""
+BASE_CHECK_MANIFEST: BaseCheck.ValueType  # 1
+"""The manifest registered under the base's digest: the shape of every module, SHA-256 of what the file has of it."""
+BASE_CHECK_WEIGHTS: BaseCheck.ValueType  # 2
+"""Weights besides, read from a folder with that digest."""
+Global___BaseCheck: _TypeAlias = BaseCheck  # noqa: Y015
+
 @_typing.final
 class FormatSize(_message.Message):
     """What a format takes."""
@@ -59,21 +83,29 @@ class FormatSize(_message.Message):
 
     FORMAT_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    MEAN_ERROR_FIELD_NUMBER: _builtins.int
     format: _builtins.str
     """none, int8 or int4."""
     size_bytes: _builtins.int
     """Size of the packed file in bytes: measured for the version's own format and none, reckoned from shapes for others."""
+    mean_error: _builtins.float
+    """Mean of the modules' relative errors: measured for the version's own format and none, for others estimated from a
+    few modules; absent where the adapter cannot have the format or no registry has told it yet.
+    """
     def __init__(
         self,
         *,
         format: _builtins.str = ...,
         size_bytes: _builtins.int = ...,
+        mean_error: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_mean_error", b"_mean_error", "mean_error", b"mean_error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["format", b"format", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mean_error", b"_mean_error", "format", b"format", "mean_error", b"mean_error", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__mean_error: _TypeAlias = _typing.Literal["mean_error"]  # noqa: Y015
+    _WhichOneofArgType__mean_error: _TypeAlias = _typing.Literal["_mean_error", b"_mean_error"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__mean_error) -> _WhichOneofReturnType__mean_error | None: ...
 
 Global___FormatSize: _TypeAlias = FormatSize  # noqa: Y015
 
@@ -114,6 +146,7 @@ class PackingReport(_message.Message):
     SIZES_FIELD_NUMBER: _builtins.int
     MEAN_ERROR_FIELD_NUMBER: _builtins.int
     MODULES_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
     version_digest: _builtins.str
     """The version."""
     format: _builtins.str
@@ -128,6 +161,10 @@ class PackingReport(_message.Message):
     def modules(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModuleError]:
         """The modules, worst first; of old versions only the worst."""
 
+    @_builtins.property
+    def load(self) -> Global___LoadFacts:
+        """What became of the uploaded file; absent where that was before registries told it."""
+
     def __init__(
         self,
         *,
@@ -136,10 +173,11 @@ class PackingReport(_message.Message):
         sizes: _abc.Iterable[Global___FormatSize] | None = ...,
         mean_error: _builtins.float = ...,
         modules: _abc.Iterable[Global___ModuleError] | None = ...,
+        load: Global___LoadFacts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["format", b"format", "mean_error", b"mean_error", "modules", b"modules", "sizes", b"sizes", "version_digest", b"version_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["format", b"format", "load", b"load", "mean_error", b"mean_error", "modules", b"modules", "sizes", b"sizes", "version_digest", b"version_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -178,7 +216,7 @@ class AdapterVersion(_message.Message):
     num_modules: _builtins.int
     """Modules it changes."""
     num_base_modules: _builtins.int
-    """Modules of the base that an adapter could change."""
+    """Linears of the base's layers, and embedding and output head where the adapter changes them."""
     dtype: _builtins.str
     """dtype of the stored factors: F32, F16 or BF16."""
     exact_artifact_digest: _builtins.str
@@ -1062,3 +1100,51 @@ class WatchResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___WatchResponse: _TypeAlias = WatchResponse  # noqa: Y015
+
+@_typing.final
+class LoadFacts(_message.Message):
+    """What became of an uploaded file. All that is not dropped is served."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_FILE_TENSORS_FIELD_NUMBER: _builtins.int
+    NUM_FILE_MODULES_FIELD_NUMBER: _builtins.int
+    EQUAL_TO_BASE_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
+    BASE_CHECK_FIELD_NUMBER: _builtins.int
+    TRAINED_ON_FIELD_NUMBER: _builtins.int
+    num_file_tensors: _builtins.int
+    """Tensors in the file."""
+    num_file_modules: _builtins.int
+    """Modules of the base that the file has tensors for."""
+    base_check: Global___BaseCheck.ValueType
+    """How the base was checked."""
+    trained_on: _builtins.str
+    """What adapter_config.json calls the base it was trained on; not checked, as it is a mere name."""
+    @_builtins.property
+    def equal_to_base(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of tensors that are the base's own and were dropped."""
+
+    @_builtins.property
+    def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What the adapter has beside plain LoRA of one rank: DoRA, rsLoRA, mixed ranks, LoRA bias, embed_tokens LoRA,
+        lm_head LoRA, saved embed_tokens, saved lm_head.
+        """
+
+    def __init__(
+        self,
+        *,
+        num_file_tensors: _builtins.int = ...,
+        num_file_modules: _builtins.int = ...,
+        equal_to_base: _abc.Iterable[_builtins.str] | None = ...,
+        features: _abc.Iterable[_builtins.str] | None = ...,
+        base_check: Global___BaseCheck.ValueType = ...,
+        trained_on: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_check", b"base_check", "equal_to_base", b"equal_to_base", "features", b"features", "num_file_modules", b"num_file_modules", "num_file_tensors", b"num_file_tensors", "trained_on", b"trained_on"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadFacts: _TypeAlias = LoadFacts  # noqa: Y015

@@ -62,6 +62,8 @@ class FakeCluster(
     metadata: list[dict[str, str]] = field(default_factory=list)
     remaining_s: list[float] = field(default_factory=list)
     evaluation_error: LoraplexError | None = None
+    format_errors: dict[str, float] = field(default_factory=dict)
+    load_facts: adapter_pb2.LoadFacts | None = None
     evaluations: dict[str, adapter_pb2.EvaluationReport] = field(default_factory=dict)
     cancelled: threading.Event = field(default_factory=threading.Event)
 
@@ -204,7 +206,11 @@ class FakeCluster(
         return adapter_pb2.PackingReport(
             version_digest=version.version_digest,
             format=version.format,
-            sizes=[adapter_pb2.FormatSize(format=form, size_bytes=2048) for form in ("none", "int8", "int4")],
+            sizes=[
+                adapter_pb2.FormatSize(format=form, size_bytes=2048, mean_error=self.format_errors.get(form))
+                for form in ("none", "int8", "int4")
+            ],
+            load=self.load_facts,
             mean_error=0.0123,
             modules=[adapter_pb2.ModuleError(module=f"layers.{n}.mlp.up_proj", relative_error=0.5) for n in range(5)],
         )

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import string
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.adapter_format.base import BaseLinears
+from common.adapter_format.modules import PackedAdapter, PackedMatrix, PackedModule
 from loraplex.errors import AlreadyExists, InvalidName
 from registry.domain import (
     AdapterRecord,
@@ -18,6 +21,7 @@ from registry.domain import (
     check_adapter_name,
     check_base_id,
     cut_over,
+    describe_version,
 )
 from registry.entries import decode_entries, encode_entries
 
@@ -51,6 +55,18 @@ def test_the_first_version_makes_the_adapter():
     adapter = cut_over(None, "x", "tiny", version("v1", at=5))
     assert (adapter.current, adapter.create_time_us, adapter.update_time_us) == ("v1", 5, 5)
     assert adapter.versions == (version("v1", at=5),)
+
+
+def test_modules_outside_the_layers_and_matrices_count_where_an_adapter_changes_them():
+    a, b = np.ones((3, 16), np.float32), np.ones((16, 3), np.float32)
+    base = BaseLinears("b" * 64, {f"layers.0.mlp.{kind}": (16, 16) for kind in ("up_proj", "down_proj")})
+    modules = tuple(PackedModule(name, 3, 1.0, "F32", a, b) for name in ("embed_tokens", "layers.0.mlp.up_proj"))
+    matrices = (PackedMatrix("lm_head", "BF16", np.ones((16, 16), np.uint16)),)
+    record = describe_version(PackedAdapter("v", "b" * 64, "none", modules, matrices), "d", 9, base, 1)
+    assert (record.num_modules, record.num_base_modules, record.rank, record.dtype) == (3, 4, 3, "F32")
+    assert record.target_modules == ("embed_tokens", "lm_head", "up_proj")
+    alone = describe_version(PackedAdapter("v", "b" * 64, "none", (), matrices), "d", 9, base, 1)
+    assert (alone.num_modules, alone.num_base_modules, alone.rank, alone.dtype) == (1, 3, 0, "BF16")
 
 
 def test_new_content_becomes_current_and_stands_first():

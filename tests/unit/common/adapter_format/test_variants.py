@@ -4,43 +4,31 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
+from peft import get_peft_model
 
-from common.adapter_format.base import BaseLinears, read_linears
-from common.adapter_format.base_weights import BaseWeights
-from common.adapter_format.packed import PackedAdapter, open_packed, pack, version_digest
-from common.adapter_format.validate import WEIGHTS_FILE, Validated, examine
-from loraplex.errors import UnsupportedAdapter
-from loraplex.manifest import read_manifest
+from common.adapter_format.choice import estimated_bytes
+from common.adapter_format.packed import EMBEDDING, PackedAdapter, open_packed, pack, version_digest
+from common.adapter_format.quantize import quantize
+from loraplex.errors import AdapterMismatch, UnsupportedAdapter
 from tests.packed_oracle import packed_logits, relative_error
 from tests.peft_refusals import REFUSALS, make_refusal, make_xlora
-from tests.peft_variants import BASES, VARIANTS, load_base, make_variant, model_logits, peft_logits, write_base
+from tests.peft_variants import (
+    VARIANTS,
+    VOCAB,
+    load_base,
+    make_variant,
+    model_logits,
+    peft_logits,
+    quietly_loaded,
+    train,
+)
+from tests.variant_bases import examined
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
 TOLERANCE = 1e-4
-WITH_VOCABULARY = ["embedding_and_head_tied", "saved_both", "head_dora"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory) -> dict[str, tuple[Path, BaseLinears]]:
-    folder = tmp_path_factory.mktemp("bases")
-    made = {kind: write_base(kind, folder / kind) for kind in BASES}
-    return {kind: (path, read_linears(read_manifest(path))) for kind, path in made.items()}
-
-
-def examined(folder: Path, base: tuple[Path, BaseLinears]) -> Validated:
-    config = (folder / "adapter_config.json").read_bytes()
-    return examine(config, folder / WEIGHTS_FILE, base[1], lambda _: BaseWeights.open(base[0]))
 
 
 def packed(adapter: PackedAdapter, file: Path) -> PackedAdapter:
@@ -59,12 +47,48 @@ def test_a_packed_variant_computes_what_peft_computes(tmp_path, bases, name):
     assert version_digest(adapter.base_digest, adapter.modules, adapter.matrices) == adapter.version_digest
 
 
+@pytest.mark.parametrize(("form", "allowed"), [("int8", 0.05), ("int4", 0.4)])
+@pytest.mark.parametrize("name", ["embedding_and_head_tied", "embedding_dora", "saved_both", "lora_bias_biased"])
+def test_a_quantized_variant_keeps_all_it_has(tmp_path, bases, name, form, allowed):
+    base = bases[VARIANTS[name].base]
+    exact = examined(make_variant(name, base[0], tmp_path / "adapter"), base).adapter
+    served = packed(quantize(exact, form).adapter, tmp_path / "packed")
+    assert relative_error(packed_logits(base[0], served), packed_logits(base[0], exact)) < allowed
+    for ours, module in zip(served.modules, exact.modules, strict=True):
+        kinds = {part.format for part in ours.parts}
+        assert kinds <= {"int8"} if form == "int8" or module.name == EMBEDDING else "int4" in kinds
+        assert (ours.affine is None) == (module.affine is None)
+        if ours.affine is not None and module.affine is not None:
+            assert ours.affine.magnitude is None
+            np.testing.assert_array_equal(ours.affine.scale, module.affine.scale)
+            np.testing.assert_array_equal(ours.affine.shift, module.affine.shift)
+    for replaced, matrix in zip(served.matrices, exact.matrices, strict=True):
+        assert (replaced.name, replaced.dtype) == (matrix.name, matrix.dtype)
+        np.testing.assert_array_equal(replaced.weight, matrix.weight)
+    for adapter, within in ((exact, 0.15), (served, 0.25)):  # tiny: headers and corrections take much
+        pack(adapter, tmp_path / "sized")
+        reckoned = estimated_bytes(exact.modules, adapter.format, exact.matrices)
+        assert reckoned == pytest.approx((tmp_path / "sized").stat().st_size, rel=within)
+
+
 @pytest.mark.parametrize("name", REFUSALS)
 def test_what_cannot_be_served_right_is_refused_by_its_field(tmp_path, bases, name):
     folder = make_refusal(name, bases["llama"][0], tmp_path / "adapter")
     with pytest.raises(UnsupportedAdapter) as caught:
         examined(folder, bases["llama"])
     assert caught.value.field == REFUSALS[name][1]
+
+
+def test_an_adapter_of_a_resized_vocabulary_is_refused(tmp_path, bases):
+    base = bases["llama"]
+    with quietly_loaded(base[0]) as loaded:
+        loaded.resize_token_embeddings(VOCAB + 16)
+        model = get_peft_model(loaded, VARIANTS["plain"].lora_config())
+        train(model)
+        model.save_pretrained(str(tmp_path))
+    with pytest.raises(AdapterMismatch, match="resized vocabulary") as caught:
+        examined(tmp_path, base)
+    assert caught.value.metadata["tensor"].endswith(("embed_tokens.weight", "lm_head.weight"))
 
 
 def test_an_x_lora_is_refused(tmp_path, bases):

@@ -62,7 +62,7 @@ def test_the_plan_follows_the_services_command_lines(tmp_path):
     registry, first, second, router = plan.specs()
     assert registry.command == (
         "registry", "--host", "127.0.0.1", "--drain-timeout-s", "0.5", "--port", str(plan.registry_port),
-        "--admin-port", "0", "--state-dir", f"{tmp_path}/state/registry",
+        "--admin-port", "0", "--state-dir", f"{tmp_path}/state/registry", "--base-dirs", str(plan.base_folder),
     )  # fmt: skip
     assert first.command == (
         "worker", "--host", "127.0.0.1", "--drain-timeout-s", "0.5", "--port", str(plan.worker_ports[0]),

@@ -15,6 +15,7 @@ import pytest
 
 from loraplex.cli.__main__ import main
 from loraplex.errors import QueueFull
+from loraplex.registry.v1 import adapter_pb2
 
 
 @dataclass
@@ -199,6 +200,38 @@ def test_a_format_is_chosen_shown_and_changed(run, tiny_adapter):
     assert run("adapter", "repack", "sql").code == 2
     assert run("adapter", "repack", "sql", "--quantization", "int5").code == 2
     assert "no adapter nobody" in run("adapter", "repack", "nobody", "--quantization", "int8").err
+
+
+def test_what_became_of_an_upload_is_shown(run, fake_cluster, tiny_adapter):
+    run("adapter", "add", "sql", tiny_adapter, "--quantization", "int8")
+    before = run("adapter", "show", "sql").out
+    assert "dropped" not in before
+    assert run("adapter", "show", "sql", "--json").json()["reports"][0]["load"] is None
+    fake_cluster.format_errors = {"none": 0.0, "int8": 0.0123, "int4": 0.0642}
+    fake_cluster.load_facts = adapter_pb2.LoadFacts(
+        num_file_tensors=45,
+        num_file_modules=15,
+        equal_to_base=["lm_head.base_layer.weight"],
+        features=["DoRA", "lm_head LoRA"],
+        base_check=adapter_pb2.BASE_CHECK_WEIGHTS,
+        trained_on="SmolLM2 [red]135M",
+    )
+    out = run("adapter", "show", "sql").out
+    assert "  file     45 tensors of 15 modules\n" in out
+    assert "  dropped  lm_head.base_layer.weight: the same as the base's\n" in out
+    assert "  has      DoRA, lm_head LoRA\n" in out
+    assert "checked by the base's weights, by their digest; trained on SmolLM2 [red]135M, by its own account" in out
+    assert "sizes    none 2.0 kB, int8 2.0 kB (error 1.23%), int4 ~2.0 kB (error ~6.42%)\n" in out
+    report = run("adapter", "show", "sql", "--json").json()["reports"][0]
+    assert report["format_errors"] == {"none": 0.0, "int8": 0.0123, "int4": 0.0642}
+    assert report["load"] == {
+        "num_file_tensors": 45,
+        "num_file_modules": 15,
+        "equal_to_base": ["lm_head.base_layer.weight"],
+        "features": ["DoRA", "lm_head LoRA"],
+        "base_check": "weights",
+        "trained_on": "SmolLM2 [red]135M",
+    }
 
 
 def test_an_evaluation_is_asked_for_recorded_and_shown(run, fake_cluster, tiny_adapter):
