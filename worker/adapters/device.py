@@ -193,12 +193,4 @@ class DeviceAdapters:
                 file=path.name,
                 tensor=module.name,
             )
-        affine = module.affine
-        if affine is not None and not affine.scale.shape == affine.shift.shape == (shape[1],):
-            raise CorruptArtifact(
-                f"{path.name}: the affine of {module.name} has {affine.scale.shape} scales and {affine.shift.shape} "
-                f"shifts; its linear has {shape[1]} outputs",
-                file=path.name,
-                tensor=module.name,
-            )
         return int(match[1]), match[2]

@@ -22,7 +22,7 @@ from worker.kernels.triton.draw import draw_kernel
 from worker.kernels.triton.drawing import SEGMENTS, WARPS, WIDTH, unit
 from worker.kernels.triton.expand import expand_kernel
 from worker.kernels.triton.platform import power_of_2
-from worker.kernels.triton.pointwise import norm_kernel, silu_mul_kernel
+from worker.kernels.triton.pointwise import affine_kernel, norm_kernel, silu_mul_kernel
 from worker.kernels.triton.prefill import prefill_shrink_kernel
 from worker.kernels.triton.rope import rope_kernel
 from worker.kernels.triton.shrink import shrink_kernel
@@ -200,6 +200,11 @@ def test_the_kernels_between(capability: int) -> None:
     compiled = compile_for(silu_mul_kernel, capability, silu, num_warps=4)
     assert_fits(compiled, capability)
     assert compiled.widths_at("gate_up_ptr + at") == {16}
+    affine = {"N0": 4096, "N1": 1024, "N2": 1024, "STRIDE": 48, "FIRST": 0, "COLUMNS": 1024}
+    compiled = compile_for(affine_kernel, capability, affine, num_warps=4, types={"rows_ptr": "*i32"})
+    assert_fits(compiled, capability)
+    for load in ("y_ptr + at", "delta_ptr + at", "scale = tl.load(", "shift = tl.load("):
+        assert compiled.widths_at(load) == {16}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from worker.kernels.tiles import Field, PlacedAdapter
 from worker.kernels.triton.directory import AdapterImage, Geometry, TileTable, build_image
 from worker.kernels.triton.packed_parts import rank_part
 from worker.kernels.triton.tile_sizes import usable_chunk_bytes
-from worker.kernels.triton.tiles import RankTile, cut
+from worker.kernels.triton.tiles import Bytes, RankTile, affine_tiles, cut
 
 MAX_RANK: Final = 256
 """Ranks for which the table has room."""
@@ -72,13 +72,8 @@ class TablePlacer:
 
     def _image(self, modules: Sequence[PlacedModule]) -> AdapterImage:
         tiles: dict[tuple[int, int], list[tuple[RankTile, ...]]] = {}
+        affines: dict[tuple[int, int], list[tuple[Bytes, ...]]] = {}
         for module in modules:
-            if module.affine is not None:
-                raise UnsupportedAdapter(
-                    f"{module.name} has DoRA scales or a bias, which workers on GPUs do not compute; serve it with "
-                    "workers on CPUs",
-                    field="use_dora",
-                )
             if sum(part.rank for part in module.parts) > MAX_RANK:
                 raise UnsupportedAdapter(
                     f"{module.name} has a rank above {MAX_RANK}, the largest that workers on GPUs compute; register it "
@@ -88,7 +83,10 @@ class TablePlacer:
                 )
             by_layer = tiles.setdefault((module.site, module.index), [()] * self._num_layers)
             by_layer[module.layer] = cut(tuple(rank_part(part) for part in module.parts))
-        return build_image(self.geometry, self._num_layers, tiles, self._chunk_bytes)
+            if module.affine is not None:
+                of_layers = affines.setdefault((module.site, module.index), [()] * self._num_layers)
+                of_layers[module.layer] = affine_tiles(module.affine.scale, module.affine.shift)
+        return build_image(self.geometry, self._num_layers, tiles, self._chunk_bytes, affines)
 
     def _copy(self, image: AdapterImage, chunk_ids: Sequence[int]) -> None:
         if self._device.type == "cpu":

@@ -27,7 +27,7 @@ from worker.kernels.triton.plan import StepInputs, plan_step
 from worker.kernels.triton.platform import Platform
 from worker.kernels.triton.step import Model, Room, SideStream, TritonStep
 from worker.kernels.triton.tiles import Format
-from worker.kernels.triton.work import DECODE_GROUP_ROWS, PREFILL_GROUP_ROWS, FixedWork
+from worker.kernels.triton.work import DECODE_GROUP_ROWS, PREFILL_GROUP_ROWS, AffineWork, FixedWork
 from worker.mailbox import Sampling
 
 FORMATS = frozenset({Format.BF16, Format.INT8, Format.INT4})
@@ -107,7 +107,11 @@ class TritonKernels:
         row = torch.tensor([[0, 0, 0], [1, 0, 0]], dtype=torch.int32, device=device)
         attention = (AttentionWork(nothing, nothing[0], row), AttentionWork(nothing, nothing[0], None))
         positions = torch.zeros(rows, dtype=torch.int32, device=device)
-        inputs = StepInputs(positions, positions.long() - 1, attention, tuple(places))
+        affine = None
+        if lora is not None:
+            sites = len(lora.geometry.sites)
+            affine = AffineWork((positions - 1,) * sites, (positions,) * sites, (True,) * sites)
+        inputs = StepInputs(positions, positions.long() - 1, attention, tuple(places), affine)
         logits = forward(self.step_of(inputs), positions.long())
         filtered = Sampling(temperature=0.5, top_p=0.5, min_p=0.5)
         self.draw(logits.float(), Draws.of(range(2), [filtered] * 2, np.full(2, 0.5)))

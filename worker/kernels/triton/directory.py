@@ -2,7 +2,9 @@
 
 The table is int64 [layers, slots · stride]; a slot's part of a layer holds, for every module and factor, the entry of
 rank tile t and column range c at `base + t · ranges + c`. An entry is `offset / 32 << 8 | format << 5 | rows`, 0 where
-there is no tile. Host code counts; only `TileTable.put` and `clear` touch the device, on the current stream.
+there is no tile. Affines have a table of their own, [layers, slots · affine stride], of an entry for each module's
+column range, as few adapters have any. Host code counts; only `TileTable.put` and `clear` touch the device, on the
+current stream.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from worker.kernels.placing import SiteShape
 from worker.kernels.triton.placement import TilePlaces, place
 from worker.kernels.triton.tiles import ALIGNMENT, TILE_ROWS, Bytes, RankTile, num_column_tiles
 
+ModuleAffines = Mapping[tuple[int, int], Sequence[tuple[Bytes, ...]]]
+"""(site, slice) to the tiles of the module's affine by layer, one a column range; an empty tuple where it has none."""
 ModuleTiles = Mapping[tuple[int, int], Sequence[tuple[RankTile, ...]]]
 """(site, slice) to the module's rank tiles by layer; an empty tuple where the adapter does not attach."""
 
@@ -60,6 +64,21 @@ class Geometry:
         used = sum(self.max_tiles * self.ranges(site, part, f) for site, part in self.modules() for f in (0, 1))
         return -(-used // 16) * 16
 
+    def affine_bases(self) -> dict[tuple[int, int], int]:
+        """First entry of each (site, slice) in a slot's part of the table of affines; a site's follow each other."""
+        out: dict[tuple[int, int], int] = {}
+        used = 0
+        for site, part in self.modules():
+            out[site, part] = used
+            used += self.ranges(site, part, 1)
+        return out
+
+    @property
+    def affine_stride(self) -> int:
+        """Entries of a slot in one layer of the table of affines, rounded up as `stride` is."""
+        used = sum(self.ranges(site, part, 1) for site, part in self.modules())
+        return -(-used // 16) * 16
+
 
 @dataclass(frozen=True, slots=True)
 class SiteEntries:
@@ -94,11 +113,17 @@ class AdapterImage:
     """[layers, stride, 2]: chunk in `chunks`, and offset in units of ALIGNMENT."""
     summary: NDArray[np.int32]
     """[modules, 2]: see TileTable.summary."""
+    affines: NDArray[np.int64]
+    """[layers, affine stride, 3]: whether there is a tile, and its place as in `place_of`."""
+    affine_sites: NDArray[np.bool_]
+    """[sites]: whether a module there has an affine in some layer."""
     tile_bytes: int
     """Bytes of all tiles with their alignment, without what chunks' ends leave unused."""
 
 
-def build_image(geometry: Geometry, num_layers: int, tiles: ModuleTiles, chunk_bytes: int) -> AdapterImage:
+def build_image(
+    geometry: Geometry, num_layers: int, tiles: ModuleTiles, chunk_bytes: int, affines: ModuleAffines | None = None
+) -> AdapterImage:
     """Lay an adapter out. Raises ValueError for a rank or tile that the geometry or a chunk has no room for."""
     if chunk_bytes % ALIGNMENT:
         raise ValueError(f"chunks of {chunk_bytes} bytes are not a multiple of {ALIGNMENT}")
@@ -126,10 +151,25 @@ def build_image(geometry: Geometry, num_layers: int, tiles: ModuleTiles, chunk_b
                     flat += cut
                     layers += [layer] * count
                     columns += range(first, first + count)
+    rank_tiles = len(flat)
+    of_affines = np.zeros((num_layers, geometry.affine_stride, 3), dtype=np.int64)
+    affine_sites = np.zeros(len(geometry.sites), dtype=np.bool_)
+    affine_at: tuple[list[int], list[int]] = ([], [])
+    first_affines = geometry.affine_bases()
+    for module, of_layers in (affines or {}).items():
+        affine_sites[module[0]] |= any(of_layers)
+        for layer, affine in enumerate(of_layers):
+            flat += affine
+            affine_at[0].extend([layer] * len(affine))
+            affine_at[1].extend(range(first_affines[module], first_affines[module] + len(affine)))
     placed = place([len(tile) for tile in flat], chunk_bytes)
-    place_of[layers, columns, 0] = placed.chunks
-    place_of[layers, columns, 1] = placed.offsets // ALIGNMENT
-    return AdapterImage(_fill(flat, placed, chunk_bytes), entries, place_of, summary, placed.used_bytes)
+    units = placed.offsets // ALIGNMENT
+    place_of[layers, columns, 0], place_of[layers, columns, 1] = placed.chunks[:rank_tiles], units[:rank_tiles]
+    of_affines[affine_at] = np.column_stack(
+        (np.ones_like(units[rank_tiles:]), placed.chunks[rank_tiles:], units[rank_tiles:])
+    )
+    chunks = _fill(flat, placed, chunk_bytes)
+    return AdapterImage(chunks, entries, place_of, summary, of_affines, affine_sites, placed.used_bytes)
 
 
 class TileTable:
@@ -142,6 +182,10 @@ class TileTable:
         self.stride = geometry.stride
         self.sites = tuple(SiteEntries.of(geometry, site) for site in range(len(geometry.sites)))
         self.entries: Tensor = torch.zeros(num_layers, num_slots * self.stride, dtype=torch.int64, device=device)
+        self.affine_stride = geometry.affine_stride
+        self.affines: Tensor = torch.zeros(num_layers, num_slots * self.affine_stride, dtype=torch.int64, device=device)
+        self.affine_sites = np.zeros((num_slots, len(geometry.sites)), dtype=np.bool_)
+        """By slot: at which sites the adapter has affines, in some layer."""
         self.summary = np.zeros((num_slots, len(geometry.modules()), 2), dtype=np.int32)
         """By slot and module: rank tiles in the layer with most of them, set of formats."""
         self.version = 0
@@ -155,17 +199,28 @@ class TileTable:
         present = image.entries > 0
         where[present] = offsets[image.place_of[present, 0]] + image.place_of[present, 1]
         self._columns(slot).copy_(torch.from_numpy(where << 8 | image.entries))
+        if image.affine_sites.any():
+            there, chunks, units = (image.affines[..., column] for column in range(3))
+            entries = np.where(there > 0, (offsets[chunks] + units) << 8 | there, 0)
+            self._affine_columns(slot).copy_(torch.from_numpy(entries))
+        self.affine_sites[slot] = image.affine_sites
         self.summary[slot] = image.summary
         self.version += 1
 
     def clear(self, slot: int) -> None:
         """Forget the slot's tiles."""
         self._columns(slot).zero_()
+        if self.affine_sites[slot].any():
+            self._affine_columns(slot).zero_()
+        self.affine_sites[slot] = False
         self.summary[slot] = 0
         self.version += 1
 
     def _columns(self, slot: int) -> Tensor:
         return self.entries[:, slot * self.stride : (slot + 1) * self.stride]
+
+    def _affine_columns(self, slot: int) -> Tensor:
+        return self.affines[:, slot * self.affine_stride : (slot + 1) * self.affine_stride]
 
 
 def _summary(by_layer: Sequence[tuple[RankTile, ...]]) -> tuple[int, int]:

@@ -77,15 +77,18 @@ class DecodeGraphs:
     def logits(self, batch: Batch) -> Tensor | None:
         """Run a step and return its rows' logits [T, vocab] float32, valid until the next call.
 
-        None, without having done anything, where no graph stands for the step: it has rows that are no decodes, or is
-        larger than any.
+        None, without having done anything, where no graph stands for the step: it has rows that are no decodes, or
+        adapters with affines, or is larger than any.
         """
         rows = len(batch.requests)
         bucket = bucket_of(self._graphs, rows)
         if bucket is None or len(batch.positions) != rows:
             return None
+        slots, table = adapter_slots(batch.requests, rows), self._model.table
+        if slots is not None and table is not None and table.affine_sites[slots[slots >= 0]].any():
+            return None
         attention = decode_attention(batch.requests)
-        lora = self._plan(adapter_slots(batch.requests, rows), bucket)
+        lora = self._plan(slots, bucket)
         needed = 0 if lora is None else lora.rank_tiles
         shape = choose(self._graphs, bucket=bucket, pieces=len(attention.items), rank_tiles=needed)
         if shape is None or len(attention.blocks) > shape.pieces * BLOCKS_PER_PIECE:

@@ -13,9 +13,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from worker.kernels.triton.directory import Geometry
+from worker.kernels.triton.directory import Geometry, TileTable
 from worker.kernels.triton.expand import expand_kernel
 from worker.kernels.triton.platform import COMPILE, Platform, power_of_2
+from worker.kernels.triton.pointwise import affine_kernel
 from worker.kernels.triton.prefill import prefill_shrink_kernel
 from worker.kernels.triton.shrink import shrink_kernel
 from worker.kernels.triton.tiles import GROUP, TILE_COLUMNS, Format
@@ -115,6 +116,23 @@ def expand(
         N0=padded[0], N1=padded[1], N2=padded[2], SLICES=len(widths), PARTS=config.parts(site, work.group_rows),
         GROUP_ROWS=work.group_rows, ROWS=rows, GROUPS=_EXPAND_GROUPS, SIDE=config.side(work.group_rows), ADD=add,
         num_warps=_EXPAND_WARPS,         **config.constants, **COMPILE,
+    )  # fmt: skip
+
+
+def scale_and_shift(
+    table: TileTable, layer: int, site: int, y: Tensor, delta: Tensor, arena: Tensor, rows: Tensor
+) -> None:
+    """Compute y[t] = scale · (y[t] + delta[t]) + shift in place, for rows whose adapter has affines at the site.
+
+    y and delta [T, sum of the site's widths] contiguous, 16-bit; rows [T] int32, the adapter's slot or -1.
+    """
+    geometry = table.geometry
+    widths = geometry.sites[site].widths
+    padded = (*widths, 0, 0)[:3]
+    affine_kernel[(len(y), sum(-(-width // TILE_COLUMNS) for width in widths))](
+        y, delta, rows, arena, table.affines[layer], N0=padded[0], N1=padded[1], N2=padded[2],
+        STRIDE=table.affine_stride, FIRST=geometry.affine_bases()[site, 0], COLUMNS=TILE_COLUMNS, num_warps=4,
+        **COMPILE,
     )  # fmt: skip
 
 

@@ -19,8 +19,10 @@ from worker.kernels.triton.staging import send
 from worker.kernels.triton.work import (
     DECODE_GROUP_ROWS,
     PREFILL_GROUP_ROWS,
+    AffineWork,
     StepWork,
     from_tensors,
+    plan_affines,
     plan_work,
     tensors_of,
 )
@@ -38,6 +40,7 @@ class StepInputs:
     lora: tuple[StepWork, ...]
     """Decodes and parts of prompts apart, so that what a row computes does not depend on what shares the step. Each
     site's `adapted` counts the rows of both."""
+    affine: AffineWork | None = None
 
     def to(self, device: torch.device) -> StepInputs:
         """Copy everything in one transfer."""
@@ -47,13 +50,19 @@ class StepInputs:
             tensors += [] if attention.rows is None else [attention.rows]
         for lora in self.lora:
             tensors += tensors_of(lora)
+        if self.affine is not None:
+            tensors += [*self.affine.rows, *self.affine.rest]
         sent = iter(send(tensors, device))
         positions, slots = next(sent), next(sent)
         attentions = tuple(
             AttentionWork(next(sent), next(sent), None if work.rows is None else next(sent)) for work in self.attention
         )
         loras = tuple(from_tensors([next(sent) for _ in tensors_of(work)], work.group_rows) for work in self.lora)
-        return StepInputs(positions, slots, attentions, loras)
+        affine = None
+        if self.affine is not None:
+            rows, rest = (tuple(next(sent) for _ in self.affine.sites) for _ in range(2))
+            affine = AffineWork(rows, rest, self.affine.sites)
+        return StepInputs(positions, slots, attentions, loras, affine)
 
 
 def plan_step(shape: AttentionShape, table: TileTable | None, batch: Batch) -> StepInputs:
@@ -75,7 +84,12 @@ def plan_step(shape: AttentionShape, table: TileTable | None, batch: Batch) -> S
         if slots is not None and table is not None:
             lora.append(plan_work(slots, table, group_rows=group_rows))
     positions = torch.from_numpy(batch.positions.astype(np.int32))
-    return StepInputs(positions, torch.from_numpy(batch.slots), tuple(attention), _joined(lora))
+    works = _joined(lora)
+    affine = None
+    every = adapter_slots(batch.requests, num_rows) if works else None
+    if every is not None and table is not None:
+        affine = plan_affines(every, table, [site.adapted for site in works[0].sites])
+    return StepInputs(positions, torch.from_numpy(batch.slots), tuple(attention), works, affine)
 
 
 def decode_attention(decodes: Sequence[Rows]) -> AttentionWork:

@@ -19,7 +19,7 @@ from worker.kernels.linear import Linear
 from worker.kernels.triton.attention import attention, rope
 from worker.kernels.triton.directory import TileTable
 from worker.kernels.triton.fused import add, add_norm, rms_norm, silu_mul
-from worker.kernels.triton.lora import LoraConfig, expand, shrink
+from worker.kernels.triton.lora import LoraConfig, expand, scale_and_shift, shrink
 from worker.kernels.triton.plan import StepInputs
 from worker.kernels.triton.platform import Platform
 
@@ -181,7 +181,13 @@ class TritonStep:
             for work, h in zip(self._inputs.lora, self._room.h, strict=True):
                 shrink(model.lora, site, x, model.arena, entries, work, h)
                 expand(model.lora, site, delta, model.arena, entries, work, h, add=False)
-        self._pending = _Delta(y, x, delta, works[0].sites[site].adapted)
+        affine = self._inputs.affine
+        if affine is None or not affine.sites[site]:
+            self._pending = _Delta(y, x, delta, works[0].sites[site].adapted)
+            return
+        model.side.join()
+        scale_and_shift(model.table, layer, site, y, delta, model.arena, affine.rows[site])
+        self._pending = _Delta(y, x, delta, affine.rest[site])
 
     def finish(self) -> None:
         """See StepKernels."""

@@ -22,6 +22,7 @@ def usable_chunk_bytes(sites: Sequence[SiteShape], chunk_bytes: int) -> int:
         for fmt in (Format.BF16, Format.INT8, Format.INT4)
         for rank in range(1, TILE_ROWS + 1)  # larger ones are made of these
     )
+    growth = max(growth, *(-(-8 * out // ALIGNMENT) * ALIGNMENT / (8 * out) for _, out in modules))  # of affines
     return int((chunk_bytes // ALIGNMENT * ALIGNMENT - largest) / growth)
 
 

@@ -13,6 +13,9 @@ After the elements come the scales:
     16-bit and INT8    of A float32 [rows], alpha/r folded in; of B none
     INT4               bfloat16 [groups][rows], of A with alpha/r folded in
 
+What a module's output becomes after its LoRA (DoRA's scales, a bias) is tiles as well: scale, then shift, float32, of
+up to 1 024 columns, each filled up to a multiple of four numbers.
+
 A tile is at most 33 KiB and starts on 32 bytes, a sector of a GPU's memory.
 """
 
@@ -93,6 +96,17 @@ def rank_rows(rank: int) -> tuple[int, ...]:
 def cut(parts: tuple[RankPart, ...]) -> tuple[RankTile, ...]:
     """Cut a module's parts into tiles, in their order. Raises ValueError where shapes contradict each other."""
     return tuple(tile for part in parts for tile in _cut_part(part))
+
+
+def affine_tiles(scale: NDArray[np.float32], shift: NDArray[np.float32]) -> tuple[Bytes, ...]:
+    """Cut an affine of a module, both [columns], into tiles by column range."""
+    tiles = []
+    for first in range(0, len(scale), TILE_COLUMNS):
+        here = slice(first, first + TILE_COLUMNS)
+        filled = np.zeros((2, -(-len(scale[here]) // 4) * 4), dtype=np.float32)
+        filled[0, : len(scale[here])], filled[1, : len(scale[here])] = scale[here], shift[here]
+        tiles.append(_raw(filled))
+    return tuple(tiles)
 
 
 def _cut_part(part: RankPart) -> list[RankTile]:

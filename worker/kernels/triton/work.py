@@ -50,6 +50,18 @@ class SiteWork:
 
 
 @dataclass(frozen=True, slots=True)
+class AffineWork:
+    """Which rows of a step have affines, on the host or on the device; by site, as only some sites may have any."""
+
+    rows: tuple[Tensor, ...]
+    """[T] int32 by site: the slot of rows whose adapter has affines there, in some layer; -1."""
+    rest: tuple[Tensor, ...]
+    """[T] int32 by site: `SiteWork.adapted` without those, whose delta is added with the affine."""
+    sites: tuple[bool, ...]
+    """Whether any row has one."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepWork:
     """All sites' work, and the order of rows that it counts in."""
 
@@ -72,6 +84,22 @@ def plan_work(slots: NDArray[np.int64], table: TileTable, *, group_rows: int) ->
     group_slots = ordered[starts].astype(np.int64)
     sites = tuple(_site(site, table, group_slots, starts, counts, slots) for site in range(len(table.sites)))
     return StepWork(torch.from_numpy(order.astype(np.int32)), sites, group_rows)
+
+
+def plan_affines(slots: NDArray[np.int64], table: TileTable, adapted: Sequence[Tensor]) -> AffineWork | None:
+    """Plan the affines of rows with adapters in `slots` [T], -1 for none; `adapted` counts the rows by site.
+
+    None where no row has any. Tensors are on the CPU.
+    """
+    there = table.affine_sites[slots] & (slots >= 0)[:, None]
+    if not there.any():
+        return None
+    rows = tuple(torch.from_numpy(np.where(here, slots, -1).astype(np.int32)) for here in there.T)
+    rest = tuple(
+        torch.from_numpy(np.where(here, 0, of_site.numpy()).astype(np.int32))
+        for here, of_site in zip(there.T, adapted, strict=True)
+    )
+    return AffineWork(rows, rest, tuple(bool(here.any()) for here in there.T))
 
 
 def _groups(ordered: NDArray[np.int64], group_rows: int) -> tuple[Words, Words]:

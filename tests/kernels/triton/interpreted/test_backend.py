@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from common.adapter_format.packed import open_packed, pack
+from common.adapter_format.packed import (
+    EMBEDDING,
+    HEAD,
+    PackedAdapter,
+    PackedAffine,
+    PackedMatrix,
+    PackedModule,
+    open_packed,
+    pack,
+)
 from common.adapter_format.quantize import quantize
 from loraplex.errors import ResourceExhausted, UnsupportedAdapter
 from tests.unit.worker.model.tiny import (
+    BASE_DIGEST,
     Job,
     chunks_for,
     first_logits,
@@ -95,6 +107,34 @@ def opened(base: Path, adapters: Path, backend: Any, *, loaded: Sequence[int] = 
         runner._graphs.capture()
     runner.total_blocks = 40
     return runner
+
+
+AFFINE, AFFINE_HERE_AND_THERE, VOCABULARY = 10, 11, 12
+
+
+def affine_file(folder: Path, base: Path, number: int) -> Path:
+    """Adapters with affines of all modules, or of some; or with an embedding, a head, and affines of both."""
+    config, rng = read_config(base), np.random.default_rng(number)
+    like = {AFFINE: 0, AFFINE_HERE_AND_THERE: 3, VOCABULARY: 2}[number]
+    modules = list(open_packed(adapter_file(folder, base, like)).modules)
+
+    def affine(count: int) -> PackedAffine:
+        return PackedAffine(*rng.normal((1, 0), 0.3, (count, 2)).astype(np.float32).T.copy())
+
+    for index, module in enumerate(modules):
+        if number == AFFINE or (number == AFFINE_HERE_AND_THERE and module.name == "layers.0.mlp.up_proj"):
+            modules[index] = replace(module, affine=affine(module.parts[0].out_features))
+    matrices: tuple[PackedMatrix, ...] = ()
+    if number == VOCABULARY:
+        vocab, hidden = config.vocab_size, config.hidden_size
+        a, b = rng.normal(0, 0.3, (vocab, 4)).astype(np.float32), rng.normal(0, 0.3, (hidden, 4)).astype(np.float32)
+        modules.append(PackedModule(EMBEDDING, 4, 1.0, "F32", a.T, b, (), affine(hidden)))
+        matrices = (PackedMatrix(HEAD, "F32", rng.normal(0, 0.15, (vocab, hidden)).astype(np.float32)),)
+        modules.sort(key=lambda module: module.name)
+    file = folder / f"{number}.packed"
+    form = "none" if number == VOCABULARY else "int8"
+    pack(PackedAdapter("e" * 64, BASE_DIGEST, form, tuple(modules), matrices), file)
+    return file
 
 
 def record(runner: ModelRunner) -> list[tuple[int, Tensor]]:
@@ -181,6 +221,41 @@ def test_a_step_started_before_the_last_is_answered(graphed: bool, two_layers: P
         return [Job(tokens(3), 4), Job(tokens(18), 2, slot=2, chunk=(15, 3)), Job(tokens(1), 3)]
 
     assert run_jobs(runner, jobs(), ahead=True) == run_jobs(runner, jobs())
+
+
+def test_affines_and_parts_of_the_vocabulary_beside_ordinary_rows(base: Path, tmp_path: Path) -> None:
+    """Prompts and decodes; steps with such adapters run kernel by kernel, and leave ordinary rows as they are."""
+    numbers = (AFFINE, AFFINE_HERE_AND_THERE, VOCABULARY)
+    runners = [opened(base, tmp_path, backend) for backend in (ReferenceBackend(), TritonBackend())]
+    for runner in runners:
+        for slot, number in enumerate(numbers):
+            chunks = tuple(range(100 + 200 * slot, 300 + 200 * slot))
+            runner.prepare_adapter(slot, affine_file(tmp_path, base, number), chunks)
+        runner.prepare_adapter(3, adapter_file(tmp_path, base, 0), tuple(range(50, 80)))
+    oracle, runner = runners
+    used = count_graphed(runner)
+    wanted, seen = record(oracle), record(runner)
+
+    def jobs() -> list[Job]:
+        return [Job(tokens(2 + slot), 2, slot=slot, start_step=slot % 2) for slot in (0, 1, 2, 3, -1)]
+
+    assert run_jobs(runner, jobs()) == run_jobs(oracle, jobs())
+    for request in range(5):
+        of_wanted, of_seen = (torch.stack([row for r, row in rows if r == request]) for rows in (wanted, seen))
+        assert relative_error(of_seen, of_wanted) < (ROUNDED if request == 2 else EXACT)
+    assert used[0] is False
+
+    def last(slots: Sequence[int]) -> Tensor:
+        with torch.inference_mode():
+            steps = [SequenceStep(n, (5,), 0, (n,), slot, sample=True) for n, slot in enumerate(slots)]
+            _, scores = runner._forward(steps)
+        assert scores is not None
+        return scores.logits[list(slots).index(3)].clone()
+
+    used.clear()
+    plain, beside = last([3]), last([0, 1, 3])
+    assert used == [True, False]
+    assert relative_error(beside, plain) < 1e-6  # the base's products are the library's
 
 
 def second_logits(runner: ModelRunner, slot: int) -> Tensor:

@@ -7,7 +7,11 @@ import torch
 from torch import Tensor
 
 from worker.kernels import reference
+from worker.kernels.placing import SiteShape
+from worker.kernels.triton.directory import Geometry, TileTable, build_image
 from worker.kernels.triton.fused import add_norm, rms_norm, silu_mul
+from worker.kernels.triton.lora import scale_and_shift
+from worker.kernels.triton.tiles import affine_tiles
 
 ADAPTED = torch.tensor([1, 0, 0, 1, 1], dtype=torch.int32)
 # The interpreter cuts float32 off to bfloat16 where a GPU rounds, so that bfloat16 is held to less.
@@ -70,3 +74,38 @@ def test_silu_mul(inner: int, delta: bool, dtype: torch.dtype) -> None:
     expected = reference.silu_mul(gate_up.float() + (counted if delta else 0))
     assert_close(out, expected)
     assert torch.equal(gate_up, before)
+
+
+@DTYPES
+def test_scale_and_shift(dtype: torch.dtype) -> None:
+    """Modules of more than one column range and of odd widths; one without an affine, and a layer without any."""
+    widths, chunk_bytes = (1030, 7, 2050), 2**14
+    sites = (SiteShape(64, (64,)), SiteShape(64, widths))
+    values = {part: randn(2, widths[part], seed=part, dtype=torch.float32) for part in (0, 2)}
+    tiles = {(1, part): [(), affine_tiles(*both.numpy())] for part, both in values.items()}
+    image = build_image(Geometry(sites, 16), 2, {}, chunk_bytes, tiles)
+    assert image.affine_sites.tolist() == [False, True]
+    table = TileTable(
+        Geometry(sites, 16), num_layers=2, num_slots=3, chunk_bytes=chunk_bytes, device=torch.device("cpu")
+    )
+    arena = torch.full((8, chunk_bytes), 0xFF, dtype=torch.uint8)
+    chunk_ids = [6, 1, 3][: len(image.chunks)]
+    arena[chunk_ids] = torch.from_numpy(image.chunks)
+    table.put(2, image, chunk_ids)
+    rows = torch.tensor([-1, 2, -1, 2, 2], dtype=torch.int32)
+    for layer in (0, 1):
+        y, delta = randn(5, sum(widths), seed=8, dtype=dtype), randn(5, sum(widths), seed=9, dtype=dtype)
+        delta[rows < 0] = torch.nan
+        expected = (y.float() + delta.float()).split(widths, dim=1)
+        if layer:
+            expected = tuple(
+                part if index not in values else part * values[index][0] + values[index][1]
+                for index, part in enumerate(expected)
+            )
+        before = y.clone()
+        scale_and_shift(table, layer, 1, y, delta, arena, rows)
+        assert torch.equal(y[rows < 0], before[rows < 0])
+        assert_close(y[rows >= 0], torch.cat(expected, dim=1)[rows >= 0])
+    table.clear(2)
+    assert not table.affines.any()
+    assert not table.affine_sites.any()

@@ -153,10 +153,13 @@ def test_an_adapter_takes_its_packed_bytes_and_a_chunk_at_most(
 
 
 @MODULES
-@pytest.mark.parametrize(("stored", "rank"), [("int8", 1), ("int8", 16), ("int4", 4), ("BF16", 8), ("F32", 16)])
-def test_affines_take_their_bytes_too(stored: str, rank: int, names: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize(("stored", "rank"), [("int8", 1), ("int8", 16), ("int4", 4), ("BF16", 8)])
+def test_affines_take_their_bytes_too(
+    stored: str, rank: int, gpu: bool, names: tuple[str, ...], tmp_path: Path
+) -> None:
     adapter = with_affines(adapter_of(stored, rank, names))
-    taken = load(adapter, torch.bfloat16, tmp_path / "packed", gpu=False)
+    taken = load(adapter, torch.bfloat16, tmp_path / "packed", gpu=gpu)
     taken.assert_no_more_than_its_file()
     affines = sum(8 * SHAPES[one.name.split(".", 2)[2]][1] for one in adapter.modules)
     assert taken.tile_bytes >= affines + num_values_bytes(adapter_of(stored, rank, names))

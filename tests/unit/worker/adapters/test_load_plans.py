@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,10 +15,9 @@ from common.adapter_format.parts import PackedPart
 from common.adapter_format.quantize import quantize
 from loraplex.errors import BaseMismatch, CorruptArtifact, ResourceExhausted
 from tests.unit.worker.model.tiny import BASE_DIGEST, random_adapter
-from worker.adapters import device
 from worker.adapters.device import BaseShape, DeviceAdapters
 from worker.kernels.layout import Arena, AttentionShape
-from worker.kernels.tiles import AFFINE, Field, read_affine, read_tile
+from worker.kernels.tiles import AFFINE, Field, PlacedAdapter, read_affine, read_tile
 from worker.model.config import parse_config
 
 CONFIG = parse_config(
@@ -86,14 +85,15 @@ MADE = {
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the files that a reader has opened."""
+    """Names of the files that were looked through by a reader."""
     names: list[str] = []
+    load_new = DeviceAdapters._load_new
 
-    def noted(path: Path) -> PackedAdapter:
+    def noted(adapters: DeviceAdapters, slot: int, path: Path, chunk_ids: Sequence[int]) -> PlacedAdapter:
         names.append(path.name)
-        return open_packed(path)
+        return load_new(adapters, slot, path, chunk_ids)
 
-    monkeypatch.setattr(device, "open_packed", noted)
+    monkeypatch.setattr(DeviceAdapters, "_load_new", noted)
     return names
 
 

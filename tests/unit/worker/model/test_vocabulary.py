@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from common.adapter_format.packed import (
     PackedMatrix,
     PackedModule,
     PackedPart,
+    pack,
     quantized_module,
 )
 from common.adapter_format.parts import dequantize
@@ -36,7 +37,6 @@ from tests.unit.worker.model.tiny import (
     run_jobs,
     save_model,
 )
-from worker.adapters import device
 from worker.engine.plan import ComparisonStep, SequenceStep
 from worker.kernels.eager import EagerBackend
 from worker.kernels.interface import Backend
@@ -152,11 +152,9 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @dataclass(frozen=True, slots=True)
 class Opener:
-    """Opens runners that find ADAPTERS by the number in a file's name."""
+    """Opens runners, and has them load adapters that were made here."""
 
-    patch: pytest.MonkeyPatch
-    file: Path
-    """Any; what is in it is patched."""
+    folder: Path
 
     def open(self, folder: Path, *names: str, **changes: Any) -> ModelRunner:
         runner = open_runner(folder, max_resident_adapters=16, max_running_requests=32, **changes)
@@ -165,14 +163,19 @@ class Opener:
         return runner
 
     def load(self, runner: ModelRunner, slot: int, adapter: PackedAdapter) -> None:
-        self.patch.setattr(device, "open_packed", lambda _: adapter)
-        runner.prepare_adapter(slot, self.file, chunks_for(runner, slot))
+        runner.prepare_adapter(slot, self.file(adapter), chunks_for(runner, slot))
+
+    def file(self, adapter: PackedAdapter) -> Path:
+        """Write an adapter; one in int8 is one of that format."""
+        file = self.folder / "packed"
+        quantized = any(module.quantized for module in adapter.modules)
+        pack(replace(adapter, format="int8" if quantized else "none"), file)
+        return file
 
 
 @pytest.fixture
-def opener(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Opener:
-    (tmp_path / "packed").write_bytes(b"")
-    return Opener(monkeypatch, tmp_path / "packed")
+def opener(tmp_path: Path) -> Opener:
+    return Opener(tmp_path)
 
 
 BACKENDS: dict[str, Callable[[], Backend | None]] = {
@@ -286,9 +289,9 @@ def test_parts_count_against_their_own_budget(base: tuple[Any, Path], opener: Op
 
 def test_a_load_that_fails_gives_its_bytes_back(base: tuple[Any, Path], opener: Opener) -> None:
     runner = opener.open(base[1])
-    opener.patch.setattr(device, "open_packed", lambda _: ADAPTERS["own head"])
+    file = opener.file(ADAPTERS["own head"])
     with pytest.raises(ResourceExhausted, match="chunks"):
-        runner.prepare_adapter(0, opener.file, ())
+        runner.prepare_adapter(0, file, ())
     memory = runner._adapters._vocabulary
     assert memory is not None
     assert memory.used_bytes == 0
@@ -299,7 +302,6 @@ def test_a_load_that_fails_gives_its_bytes_back(base: tuple[Any, Path], opener: 
     [
         packed(PackedModule(HEAD, 2, 1.0, "F32", normal(2, HIDDEN, seed=1), normal(VOCAB - 1, 2, seed=2))),
         packed(PackedModule(EMBEDDING, 2, 1.0, "F32", normal(2, HIDDEN, seed=1), normal(VOCAB, 2, seed=2))),
-        packed(head_lora(2, 1, affine(HIDDEN, 2))),
         packed(matrices=(PackedMatrix(HEAD, "F32", normal(HIDDEN, VOCAB, seed=1)),)),
         packed(matrices=(PackedMatrix("layers.0.mlp.up_proj", "F32", normal(VOCAB, HIDDEN, seed=1)),)),
     ],
