@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import psutil
 import pytest
+import pytest_asyncio
 
 from loraplex.errors import (
     ArtifactNotFound,
@@ -39,6 +40,8 @@ from tests.tiny_base import write_tiny_base
 from tests.worker_front import ArtifactServer, Front, running_front, serving_artifacts
 from worker.adapters.quarantine import Stage
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 NOWHERE = AdapterTier.ADAPTER_TIER_UNSPECIFIED
 DEVICE = AdapterTier.ADAPTER_TIER_DEVICE
 DISK = AdapterTier.ADAPTER_TIER_DISK
@@ -50,18 +53,45 @@ def base(tmp_path_factory):
     return write_tiny_base(tmp_path_factory.mktemp("adapters") / "base")
 
 
-@pytest.fixture
-async def artifacts() -> ArtifactServer:
+@pytest.fixture(scope="module", name="served")
+def fixture_served() -> ArtifactServer:
     return ArtifactServer()  # type: ignore[abstract]  # it serves downloads alone
 
 
-@pytest.fixture
-async def front(base, tmp_path, artifacts) -> AsyncIterator[Front]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module", name="shared")
+async def fixture_shared(base, served, tmp_path_factory) -> AsyncIterator[Front]:
+    cache = tmp_path_factory.mktemp("cache")
     async with (
-        serving_artifacts(artifacts) as port,
-        running_front(base, tmp_path / "cache", registry_port=port, max_resident_adapters=3) as running,
+        serving_artifacts(served) as port,
+        running_front(base, cache, registry_port=port, max_resident_adapters=3) as running,
     ):
         yield running
+
+
+@pytest.fixture
+def artifacts(served: ArtifactServer) -> ArtifactServer:
+    """The artifacts of all tests, with nothing said of this one's yet."""
+    served.opened.clear()
+    served.break_after.clear()
+    served.gate = None
+    return served
+
+
+@pytest_asyncio.fixture(loop_scope="module", name="front")
+async def fixture_front(shared) -> AsyncIterator[Front]:
+    """One front end for most tests, which each leaves as it found it: without adapters."""
+    yield shared
+    sentences = shared.app._access.quarantine._sentences
+    for digest in list(sentences):
+        del sentences[digest]
+        shared.app._adapter_changed(digest)
+    status = await shared.status_where(
+        lambda fields: not any(adapter.in_flight or adapter.loading for adapter in fields["adapters"].values())
+    )
+    for digest in status["adapters"]:
+        await Steer(shared).pin(digest, pinned=False)
+        await Steer(shared).unload(digest, from_disk=True)
+    await shared.status_where(lambda fields: not fields["adapters"])
 
 
 def resolved(digest: str, **fields: Any) -> ResolvedAdapter:
@@ -323,13 +353,14 @@ async def test_bad_fields_are_named(front, change, kind, field):
         assert error.field == field
 
 
-async def test_unload_names_a_bad_digest_and_an_engine_that_is_away(front):
+async def test_unload_names_a_bad_digest_and_an_engine_that_is_away(front, monkeypatch):
     with pytest.raises(LoraplexError) as refused:
         await Steer(front).unload("not a digest")
     assert refused.value.field == "artifact_digest"
-    front.app._engine.state = front.app._engine.state.DOWN
-    with pytest.raises(EngineDown):
-        await Steer(front).unload("ab" * 32)
+    with monkeypatch.context() as changed:
+        changed.setattr(front.app._engine, "state", front.app._engine.state.DOWN)
+        with pytest.raises(EngineDown):
+            await Steer(front).unload("ab" * 32)
 
 
 async def test_an_artifact_that_is_nowhere_is_refused_at_once_until_it_is_tried_again(front, steer, artifacts):
@@ -351,13 +382,11 @@ async def test_an_artifact_that_is_nowhere_is_refused_at_once_until_it_is_tried_
     assert (await front.status_where(is_at(digest, DEVICE)))["adapters"][digest].quarantine_reason == ""
 
 
-async def test_a_file_that_was_damaged_on_the_disk_is_fetched_again_without_a_quarantine(
-    front, steer, artifacts, tmp_path
-):
+async def test_a_file_that_was_damaged_on_the_disk_is_fetched_again_without_a_quarantine(front, steer, artifacts):
     digest = artifacts.add(b"as it should be")
     await steer.load(digest)
     await steer.unload(digest)
-    (tmp_path / "cache" / "artifacts" / digest).write_bytes(b"corrupt on disk")
+    (front.app._settings.cache_dir / "artifacts" / digest).write_bytes(b"corrupt on disk")
     answer = await front.generate(front.request(artifact=digest))
     assert isinstance(answer.error, CorruptArtifact)
     await front.status_where(lambda fields: digest not in fields["adapters"])
