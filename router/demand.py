@@ -5,12 +5,16 @@ What a router counts is its own share of the traffic; several routers see severa
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
-MAX_KEYS: Final = 20_000
+MAX_KEYS: Final = 5_000
+MOST_ASKED: Final = 256
+"""Adapters that are looked at, those most asked for: a router has other things to do."""
+
 _NOTHING: Final = 0.01  # a count this small is forgotten
 
 K = TypeVar("K", bound=Hashable)
@@ -59,16 +63,24 @@ class DecayedSums(Generic[K]):
             for known in decayed[: self._max_keys // 10 + 1]:
                 del self._sums[known]
 
-    def per_second(self, now_s: float) -> dict[K, tuple[float, ...]]:
-        """Return each key's sums as rates: what has added x per second for long has rate x. Forgets what is nothing."""
-        rates: dict[K, tuple[float, ...]] = {}
-        for key in list(self._sums):
-            sums = self._at(key, now_s)
-            if sums[0] < _NOTHING:
+    def per_second(self, now_s: float, most: int | None = None) -> dict[K, tuple[float, ...]]:
+        """Return keys' sums as rates, largest first sums first: what has added x per second for long has rate x.
+
+        `most` is how many keys are wanted. Forgets what is nothing by now.
+        """
+        half_life_s = self._half_life_s
+        firsts = [
+            (sums[0] * 0.5 ** (max(0.0, now_s - then_s) / half_life_s), key)
+            for key, (then_s, sums) in self._sums.items()
+        ]
+        for first, key in firsts:
+            if first < _NOTHING:
                 del self._sums[key]
-            else:
-                rates[key] = tuple(value * math.log(2) / self._half_life_s for value in sums)
-        return rates
+        largest = heapq.nlargest(len(firsts) if most is None else most, firsts, key=lambda entry: entry[0])
+        one = math.log(2) / half_life_s
+        return {
+            key: tuple(value * one for value in self._at(key, now_s)) for first, key in largest if first >= _NOTHING
+        }
 
     def _at(self, key: K, now_s: float) -> tuple[float, ...]:
         if (known := self._sums.get(key)) is None:
@@ -98,12 +110,11 @@ class Demand:
         self._adapters.add(key, (0.0, 0.0, 1.0, load_s), now_s)
 
     def adapters(self, now_s: float) -> list[AdapterDemand]:
-        """Return what is asked of each adapter, most first."""
-        found = [
+        """Return what is asked of each adapter, most first; of the most asked for only."""
+        return [
             AdapterDemand(key, rate, tokens / rate, cold_rate, load_share)
-            for key, (rate, tokens, cold_rate, load_share) in self._adapters.per_second(now_s).items()
+            for key, (rate, tokens, cold_rate, load_share) in self._adapters.per_second(now_s, MOST_ASKED).items()
         ]
-        return sorted(found, key=lambda demand: (-demand.rate, demand.key.tenant, demand.key.name))
 
     def workers(self, now_s: float) -> dict[str, dict[AdapterKey, float]]:
         """Return the requests per second of each adapter on each worker, the base's included."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import structlog
@@ -16,7 +16,7 @@ from common.rpc import open_channel
 from loraplex.credentials import Metadata
 from loraplex.worker.v1 import worker_pb2, worker_pb2_grpc
 from router.fleet_status import WorkerStatus
-from router.placement import State, WorkerView
+from router.placement import Residency, State, WorkerView
 
 log = structlog.get_logger(__name__)
 
@@ -60,6 +60,10 @@ class Flight:
 
 def _identity(status: WorkerStatus) -> tuple[object, ...]:
     return status.worker_id, status.epoch, status.state, status.base_digest
+
+
+def _without_counters(residency: Residency | None) -> Residency | None:
+    return None if residency is None else replace(residency, in_flight=0)
 
 
 class Link:
@@ -133,11 +137,7 @@ class Link:
         self._heard_s = self._clock()
         before = self.status
         self.status = before.merged(message)
-        if (
-            not self.connected
-            or _identity(before) != _identity(self.status)
-            or before.adapters is not self.status.adapters
-        ):
+        if not self.connected or self._has_changed(before, message):
             self._on_change()
         if not self.connected:
             self.connected, self.error = True, ""
@@ -153,6 +153,19 @@ class Link:
         elif self.status.state is not before.state:
             log.info("fleet.worker_state", worker_id=self.status.worker_id, state=self.status.state.value)
         self.settle()
+
+    def _has_changed(self, before: WorkerStatus, message: worker_pb2.WatchStatusResponse) -> bool:
+        """Tell whether more than counters has: another epoch or state, an adapter that came, went or moved."""
+        return (
+            message.full
+            or bool(message.removed_artifact_digests)
+            or _identity(before) != _identity(self.status)
+            or any(
+                _without_counters(before.adapters.get(adapter.artifact_digest))
+                != _without_counters(self.status.adapters.get(adapter.artifact_digest))
+                for adapter in message.adapters
+            )
+        )
 
     def _lost(self, why: str) -> None:
         if self.connected or not self.was_tried:

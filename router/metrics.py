@@ -83,6 +83,12 @@ class Metrics:
         self.retries = Counter(
             "loraplex_router_retries", "Requests tried on a second worker", ("reason",), registry=self.registry
         )
+        self.orders = Counter(
+            "loraplex_router_adapter_orders",
+            "What workers were told of adapters unasked (pin, unpin, to_disk, to_device); the reason where one refused",
+            ("kind", "reason"),
+            registry=self.registry,
+        )
         self.in_flight = Gauge("loraplex_router_requests_in_flight", "Requests in flight", registry=self.registry)
         self._revision = Gauge("loraplex_router_catalog_revision", "Revision of the catalog", registry=self.registry)
         self._workers = Gauge("loraplex_router_workers", "Known workers by state", ("state",), registry=self.registry)
@@ -90,6 +96,10 @@ class Metrics:
     def retried(self, reason: str) -> None:
         """Count a request that goes to a second worker because of `reason`."""
         self.retries.labels(reason).inc()
+
+    def ordered(self, kind: str, reason: str) -> None:
+        """Count what a worker was told; `reason` is empty where it did so."""
+        self.orders.labels(kind, reason).inc()
 
     def render(self) -> bytes:
         """Return everything in the Prometheus text format."""

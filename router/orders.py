@@ -21,8 +21,8 @@ class Kind(enum.Enum):
 
     PIN = "pin"
     UNPIN = "unpin"
-    TO_DISK = "to disk"
-    TO_DEVICE = "to device"
+    TO_DISK = "to_disk"
+    TO_DEVICE = "to_device"
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,13 +55,13 @@ class Router:
         self._catalog_watch = CatalogWatch(self.catalog, settings.registry, credentials=credentials)
         self.fleet = Fleet(parse_workers(settings.workers), credentials=credentials)
         traffic = Traffic(settings.adapter_rate_half_life_s)
-        self._steering = Steering(self.catalog, self.fleet, traffic, settings.policy)
         self.access = Access(
             self.catalog,
             cluster_token=settings.cluster_secret,
             asks_always=not (settings.insecure or is_loopback(settings.host)),
         )
         self.metrics = Metrics(self.catalog, self.fleet)
+        self._steering = Steering(self.catalog, self.fleet, traffic, settings.policy, on_order=self.metrics.ordered)
         self._activity = Activity()
         self.inference = Inference(
             self.catalog,

@@ -14,7 +14,7 @@ from typing import Any, Final
 import structlog
 
 from loraplex.errors import LoraplexError
-from loraplex.worker.v1 import worker_pb2, worker_pb2_grpc
+from loraplex.worker.v1 import worker_pb2
 from router.adapter_policy import AdapterPolicy, PolicySettings, Wanted
 from router.catalog import Catalog
 from router.fleet import Fleet
@@ -38,7 +38,7 @@ _GATHER_S: Final = 0.1  # a burst of changes is looked at once
 class Steering:
     """Keeps workers as they shall be while `run` runs. Without `policy` there are pins only.
 
-    `clock` returns monotonic seconds.
+    `clock` returns monotonic seconds; `on_order` is told what each worker was told, and the reason where it refused.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class Steering:
         policy: PolicySettings | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
+        on_order: Callable[[str, str], None] = lambda _kind, _reason: None,
     ) -> None:
         self._catalog = catalog
         self._fleet = fleet
@@ -57,37 +58,42 @@ class Steering:
         self._pins = PinPlanner()
         self._policy = AdapterPolicy(policy) if policy is not None else None
         self._policy_look_s = 0.0
+        self._pins_again_s: float | None = None
+        self._on_order = on_order
         self._deliveries = Deliveries()
         self._ended = asyncio.Event()
 
     async def run(self) -> None:
         """Steer until cancelled."""
         await self._catalog.ready.wait()
+        has_changed = True
         async with asyncio.TaskGroup() as tasks:
             while True:
                 changes = (self._catalog.changed, self._fleet.changed, self._ended)
-                again_s = self._look(tasks)
+                self._ended.clear()
+                again_s = self._look(tasks, has_changed=has_changed)
                 await _any_of(changes, None if again_s is None else max(0.0, again_s - self._clock()))
                 await asyncio.sleep(_GATHER_S)
+                has_changed = any(change.is_set() for change in changes)
 
-    def _look(self, tasks: asyncio.TaskGroup) -> float | None:
+    def _look(self, tasks: asyncio.TaskGroup, *, has_changed: bool) -> float | None:
         """Send what is due; return when to look again though nothing changes."""
         if not self._fleet.is_surveyed:
             return None  # an adapter's place among half of the workers would not be its place
         now_s, views = self._clock(), self._fleet.views()
-        pins = desired_pins(self._catalog.snapshot.adapters.values())
-        plan = self._pins.plan(pins, views, now_s, in_step=self._catalog.in_step)
-        orders, next_look_s = [*plan.orders], None
-        if self._policy is not None:
-            if now_s >= self._policy_look_s:
-                self._policy_look_s = now_s + _LOOK_EVERY_S
-                orders += self._decided(self._policy, views, now_s)
-            next_look_s = self._policy_look_s
-        self._ended.clear()
-        due, again_s = self._deliveries.begin(orders, now_s)
-        for order in due:
-            tasks.create_task(self._send(order, self._fleet.stub(order.address)))
-        return min((at_s for at_s in (plan.again_s, again_s, next_look_s) if at_s is not None), default=None)
+        orders: list[Order] = []
+        if has_changed or (self._pins_again_s is not None and now_s >= self._pins_again_s):
+            pins = desired_pins(self._catalog.snapshot.adapters.values())
+            plan = self._pins.plan(pins, views, now_s, in_step=self._catalog.in_step)
+            due, again_s = self._deliveries.begin(plan.orders, now_s)
+            orders += due
+            self._pins_again_s = _earliest(plan.again_s, again_s)
+        if self._policy is not None and now_s >= self._policy_look_s:
+            self._policy_look_s = now_s + _LOOK_EVERY_S
+            orders += self._deliveries.begin(self._decided(self._policy, views, now_s), now_s)[0]
+        for order in orders:
+            tasks.create_task(self._answered(order, self._call(order)))
+        return _earliest(self._pins_again_s, None if self._policy is None else self._policy_look_s)
 
     def _decided(self, policy: AdapterPolicy, views: Sequence[WorkerView], now_s: float) -> tuple[Order, ...]:
         """Decide from what was asked for lately; return what to tell workers now."""
@@ -101,34 +107,40 @@ class Steering:
         self._traffic.replicas = decided.replicas
         return decided.orders
 
-    async def _send(self, order: Order, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
+    async def _answered(self, order: Order, call: Any) -> None:
         where = {"worker_id": order.worker_id, "artifact": order.version.artifact_digest[:12]}
         try:
-            await self._call(order, stub)
+            await answer_of(call, order.worker_id)
         except LoraplexError as error:
+            self._on_order(order.kind.value, error.reason)
             log.warning("steering.refused", what=order.kind.value, **where, reason=error.reason, error=str(error))
         else:
+            self._on_order(order.kind.value, "")
             log.info("steering.told", what=order.kind.value, **where)
         finally:
             self._deliveries.end(order, self._clock())
             self._ended.set()
 
-    async def _call(self, order: Order, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
+    def _call(self, order: Order) -> Any:
+        """Begin a call to a worker that a view has named in this turn of the loop."""
+        stub = self._fleet.stub(order.address)
         options: Any = {"timeout": CALL_TIMEOUT_S, "metadata": self._fleet.credentials}
         adapter = to_worker_adapter(order.version)
-        call: Any
         match order.kind:
             case Kind.PIN | Kind.UNPIN:
                 is_pin = order.kind is Kind.PIN
                 request = worker_pb2.PinAdapterRequest(base_digest=order.base_digest, adapter=adapter, pinned=is_pin)
-                call = stub.PinAdapter(request, **options)
+                return stub.PinAdapter(request, **options)
             case Kind.TO_DISK | Kind.TO_DEVICE:
                 to_device = order.kind is Kind.TO_DEVICE
                 prefetch = worker_pb2.PrefetchAdapterRequest(
                     base_digest=order.base_digest, adapter=adapter, to_device=to_device
                 )
-                call = stub.PrefetchAdapter(prefetch, **options)
-        await answer_of(call, order.worker_id)
+                return stub.PrefetchAdapter(prefetch, **options)
+
+
+def _earliest(one_s: float | None, other_s: float | None) -> float | None:
+    return min((time_s for time_s in (one_s, other_s) if time_s is not None), default=None)
 
 
 async def _any_of(events: tuple[asyncio.Event, ...], timeout_s: float | None) -> None:

@@ -60,10 +60,10 @@ async def test_an_adapter_that_is_asked_for_is_brought_to_the_device_its_request
     async with running_router(registry.address, *(worker.address for worker in workers), **SOON) as router:
         await router.generate("sql")
         await router.generate(BASE_ID)
-        await eventually(lambda: first.told == [("to device", SQL)])
-        await eventually(lambda: second.told == [("to disk", SQL)])
+        await eventually(lambda: first.told == [("to_device", SQL)])
+        await eventually(lambda: second.told == [("to_disk", SQL)])
         await registry.commit(adapter_entry("sql", "new", "sql"))
-        await eventually(lambda: ("to device", NEW) in first.told + second.told + third.told)
+        await eventually(lambda: ("to_device", NEW) in first.told + second.told + third.told)
         await registry.commit(adapter_entry("json", "json-2"))
         told = [call for worker in workers for call in worker.told]
         assert not any(digest("artifact json") in call or digest("artifact json-2") in call for call in told)
@@ -73,10 +73,10 @@ async def test_a_busy_workers_hot_adapter_gets_another_device(registry: FakeRegi
     first, second, third = workers
     async with running_router(registry.address, *(worker.address for worker in workers), **SOON) as router:
         await router.generate("sql")
-        await eventually(lambda: first.told == [("to device", SQL)])
+        await eventually(lambda: first.told == [("to_device", SQL)])
         await first.set(queued_prefill_tokens=50_000)
-        await eventually(lambda: ("to device", SQL) in second.told, 10)
-        assert ("to device", SQL) not in third.told
+        await eventually(lambda: ("to_device", SQL) in second.told, 10)
+        assert ("to_device", SQL) not in third.told
 
 
 async def test_a_router_that_is_told_so_fetches_nothing_ahead(registry: FakeRegistry, workers: list[FakeWorker]):

@@ -71,9 +71,9 @@ async def refused(call: Any, kind: type[errors.LoraplexError]) -> errors.Loraple
 async def test_a_prefetch_goes_where_requests_would_go(client: AsyncClient, workers: list[FakeWorker]):
     first, second, third = workers
     assert await client.prefetch_adapter("sql") == [AdapterOutcome(first.worker_id, "source")]
-    assert first.told == [("to disk", SQL)]
+    assert first.told == [("to_disk", SQL)]
     await client.prefetch_adapter("sql", num_workers=2, to_device=True)
-    assert (first.told[1:], second.told, third.told) == ([("to device", SQL)], [("to device", SQL)], [])
+    assert (first.told[1:], second.told, third.told) == ([("to_device", SQL)], [("to_device", SQL)], [])
     assert len(await client.prefetch_adapter("sql", num_workers=99)) == 3
 
 
@@ -82,13 +82,13 @@ async def test_what_is_on_a_device_already_is_where_requests_go(client: AsyncCli
     await client.load_adapter("sql", worker_id=third.worker_id)
     await until_told(client, lambda found: found[third.worker_id].adapters)
     await client.prefetch_adapter("sql")
-    assert (first.told, third.told) == ([], [("load", SQL), ("to disk", SQL)])
+    assert (first.told, third.told) == ([], [("load", SQL), ("to_disk", SQL)])
 
 
 async def test_a_version_is_asked_for_by_its_digest(client: AsyncClient, workers: list[FakeWorker]):
     old = digest("artifact old")
     await client.prefetch_adapter(f"sql@{old[:12]}", worker_id=workers[1].worker_id)
-    assert workers[1].told == [("to disk", old)]
+    assert workers[1].told == [("to_disk", old)]
 
 
 async def test_a_load_tells_where_the_adapter_came_from(client: AsyncClient, workers: list[FakeWorker]):

@@ -12,9 +12,10 @@ from router.catalog_cache import DamagedCache, decode, encode
 hexes = st.text("0123456789abcdef", min_size=4, max_size=4)
 versions = st.builds(Version, hexes, hexes, hexes, st.just("none"), st.integers(0, 256), st.integers(0, 2**40))
 adapters = st.builds(
-    lambda name, all_: Adapter("default", name, "org/base", all_[0], tuple(all_)),
+    lambda name, all_, pins: Adapter("default", name, "org/base", all_[0], tuple(all_), pins),
     st.text(min_size=1, max_size=8),
     st.lists(versions, min_size=1, max_size=3),
+    st.integers(0, 2**31 - 1),
 )
 snapshots = st.builds(
     lambda entries, revision: CatalogSnapshot().apply(entries, store_id="s", revision=revision),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from loraplex.pins import PIN_ON_ALL
 from router.catalog import Adapter, Version
-from router.orders import Kind, Order
+from router.orders import Deliveries, Kind, Order
 from router.pins import AWAY_S, UNDO_AFTER_S, Pin, PinPlanner, desired_pins
 from router.placement import Residency, State, Tier, WorkerView, rendezvous_weight
 
@@ -145,6 +145,29 @@ def test_one_worker_too_many_keeps_a_pin_until_those_that_shall_have_it_on_their
     assert planner.plan(pins("x"), [loading, second], 101.0, in_step=True).orders == ()
     there = worker(names[0], "x")
     assert told(planner.plan(pins("x"), [there, second], 102.0, in_step=True).orders) == [(Kind.UNPIN, names[1], "a-x")]
+
+
+def test_routers_that_see_different_workers_do_not_fight():
+    """One cannot reach the worker that shall keep the pin, and pins to the next; the other undoes that, and so on."""
+    names = first_of("x", fleet(2))
+    here = {name: worker(name) for name in names}
+    routers = [(PinPlanner(), Deliveries()) for _ in range(2)]
+    orders_by_minute = [0] * 20
+    for now_s in range(20 * 60):
+        for at, (planner, deliveries) in enumerate(routers):
+            seen = [
+                replace(here[name], state=State.UNREACHABLE) if at == 1 and name == names[0] else here[name]
+                for name in names
+            ]
+            plan = planner.plan(pins("x"), seen, float(now_s), in_step=True)
+            due, _ = deliveries.begin(plan.orders, float(now_s))
+            for order in due:
+                (here[order.worker_id],) = carried_out((order,), [here[order.worker_id]])
+                deliveries.end(order, float(now_s))
+                orders_by_minute[now_s // 60] += 1
+    assert here[names[0]].adapters["a-x"].pinned
+    assert sum(orders_by_minute[:5]) > 2  # they do disagree
+    assert max(orders_by_minute[5:]) <= 2
 
 
 tags = st.sampled_from("abcd")
