@@ -175,3 +175,16 @@ async def test_it_is_for_operators(registry, workers) -> None:
         assert isinstance((await outcome(router))[1], errors.Unauthenticated)
         assert isinstance((await outcome(router, metadata=credentials.bearer("wrong")))[1], errors.Unauthenticated)
         assert (await outcome(router, metadata=credentials.bearer(token)))[1] is None
+
+
+async def test_a_dedicated_worker_is_not_asked_as_its_base_is_not_the_base(registry, workers) -> None:
+    workers[0].status = {"dedicated_artifact_digest": REQUEST.artifact_digest}
+    async with running_router(registry.address, workers[0].address, workers[1].address) as router:
+        for _ in range(4):
+            events, error = await outcome(router)
+            assert error is None
+            assert events[-1].evaluation.device == "w2"
+    async with running_router(registry.address, workers[0].address) as router:
+        events, error = await outcome(router)
+        assert (events, type(error)) == ([], errors.NoWorker)
+        assert error.metadata["why"] == "dedicated"

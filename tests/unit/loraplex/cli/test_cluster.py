@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from loraplex.cli.cluster import ClusterPlan, running
+from loraplex.cli.cluster import ClusterPlan, DedicatedWorker, running
 from loraplex.cli.ports import claim_ports
 from loraplex.cli.process import Status
 from loraplex.cli.up import state_lock
@@ -55,6 +55,31 @@ def test_workers_are_told_what_else_the_plan_says(tmp_path):
     plan = replace(make_plan(tmp_path), worker_options=("--max-resident-adapters", "1"))
     with_options = [spec.role for spec in plan.specs() if spec.command[-2:] == ("--max-resident-adapters", "1")]
     assert with_options == ["worker", "worker"]
+
+
+def test_dedicated_workers_are_known_to_the_router_and_start_when_their_adapter_is_known(tmp_path):
+    own = DedicatedWorker("dedicated-0", "sql", 4711, 4712)
+    plan = replace(make_plan(tmp_path), dedicated=(own,))
+    assert plan.names == ["registry", "worker-0", "worker-1", "router", "dedicated-0"]
+    assert plan.admin["dedicated-0"] == "http://127.0.0.1:4712"
+    router = plan.specs()[-1].command
+    assert router[router.index("--workers") + 1].split(",") == list(plan.workers)
+    assert plan.workers[-1] == "127.0.0.1:4711"
+    spec = plan.dedicated_spec(own, "a" * 64)
+    assert spec.command[-2:] == ("--dedicated", "a" * 64)
+    assert (spec.name, spec.address, spec.role) == ("dedicated-0", "127.0.0.1:4711", "worker")
+
+
+async def test_a_process_that_is_added_later_starts_and_ends_with_the_others(tmp_path):
+    plan = make_plan(tmp_path)
+    (port,) = claim_ports("127.0.0.1", [("test", "--port", 0)])
+    own = DedicatedWorker("dedicated-0", "sql", port)
+    states: list[tuple[str, str]] = []
+    async with running(plan, lambda status: states.append((status.name, status.state))) as cluster:
+        cluster.add(plan.dedicated_spec(own, "a" * 64))
+        await cluster.wait_all_ready(30)
+        assert ("dedicated-0", "ready") in states
+    assert states.index(("dedicated-0", "stopped")) < states.index(("registry", "stopped"))
 
 
 def test_the_plan_follows_the_services_command_lines(tmp_path):

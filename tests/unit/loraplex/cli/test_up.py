@@ -9,7 +9,8 @@ import pytest
 from loraplex.cli.base_source import Base
 from loraplex.cli.board import LineBoard
 from loraplex.cli.cluster import ClusterPlan
-from loraplex.cli.up import _greet
+from loraplex.cli.up import _greet, dedicated_adapters
+from loraplex.errors import InvalidParameter
 from loraplex.records import Worker
 
 
@@ -43,3 +44,10 @@ def test_the_greeting_tells_what_workers_compute_in_and_whether_the_base_is_quan
     board = Heard()
     _greet(plan, Base(Path("base"), "tiny"), [], [worker(f"worker-{index}", quantized) for index in (0, 1)], board)
     assert f"  workers   {line}\n" in board.text
+
+
+def test_dedicated_workers_are_asked_for_by_name_and_number() -> None:
+    assert dedicated_adapters(["sql", "support=2"]) == ["sql", "support", "support"]
+    for wrong in ("", "=2", "sql=", "sql=0", "sql=many", "sql=65", "sql=-1"):
+        with pytest.raises(InvalidParameter, match="--dedicated"):
+            dedicated_adapters([wrong])
