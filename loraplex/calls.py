@@ -47,6 +47,7 @@ class Timeouts:
     upload_s: float = 600.0
     generate_s: float = 600.0
     evaluate_s: float = 1800.0
+    import_s: float = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
