@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
+import grpc
 from grpc import aio
 
 from loraplex import wire
@@ -26,11 +29,12 @@ from loraplex.records import (
     BaseModel,
     BaseRegistration,
     Evaluation,
+    ImportProgress,
     Model,
     NewApiKey,
     Worker,
 )
-from loraplex.registration import upload_parts
+from loraplex.registration import Upload, is_unknown_call
 from loraplex.registry.v1 import (
     adapter_pb2,
     adapter_pb2_grpc,
@@ -132,17 +136,76 @@ class AsyncClient:
     ) -> AdapterRegistration:
         """Register a version of an adapter from a PEFT folder; `progress` is told the bytes of each part sent.
 
+        An upload that breaks off goes on where it was, this one or that of an earlier call; `progress` is then told of
+        what is there already, and less than nothing of what was lost.
+
         `base_id` may be empty where exactly one base is registered. `quantization` is int8, int4 or none (exact); empty
         keeps what a version that is known already has, else takes the registry's default. The folder is read on the
         event loop's thread.
         """
-        folder, form = read_adapter_folder(Path(path)), wire.quantization(quantization)
+        upload = Upload(read_adapter_folder(Path(path)), name, base_id, progress, wire.quantization(quantization))
+        deadline_s = time.monotonic() + self.timeouts.upload_s
+        while True:
+            try:
+                offsets = await self._uploaded(upload)
+                response = await self._adapters.UploadArtifact(
+                    upload.parts(offsets), timeout=deadline_s - time.monotonic(), metadata=self._operator
+                )
+                break
+            except grpc.RpcError as error:
+                pause_s = upload.pause_s(error)
+                if pause_s is None or time.monotonic() + pause_s > deadline_s:
+                    raise self._registry.error(error) from error
+                await asyncio.sleep(pause_s)
+        self._seen(response.revision)
+        return wire.registration(response)
+
+    async def _uploaded(self, upload: Upload) -> Sequence[int]:
+        """Return how much the registry has of each file already."""
+        try:
+            answer = await self._adapters.FindUpload(
+                upload.question, timeout=self.timeouts.call_s, metadata=self._operator
+            )
+        except grpc.RpcError as error:
+            if not is_unknown_call(error):
+                raise
+            return upload.offsets(None)
+        return upload.offsets(answer)
+
+    async def import_adapter(
+        self,
+        name: str,
+        source: str,
+        *,
+        base_id: str = "",
+        quantization: str = "",
+        progress: Callable[[ImportProgress], None] = lambda _: None,
+        timeout_s: float | None = None,
+    ) -> AdapterRegistration:
+        """Have the registry fetch a version of an adapter and register it.
+
+        `source` is hf://owner/repo[/folder][@revision], s3://, gs:// or az://bucket/prefix, https://host/folder/, or a
+        path below the registry's import root; the registry's settings say which it takes, and its credentials are used.
+        `progress` is told how far it is. Else as `add_adapter`. Raises SourceNotFound, SourceForbidden, SourceTimeout
+        and SourceUnreachable. Whoever leaves early ends the import.
+        """
+        request = wire.import_request(name, source, base_id, quantization)
+        registered: adapter_pb2.UploadArtifactResponse | None = None
         with self._registry.calls():
-            response = await self._adapters.UploadArtifact(
-                upload_parts(folder, name, base_id, progress, form),
-                timeout=self.timeouts.upload_s,
+            call = self._adapters.ImportAdapter(
+                request,
+                timeout=self.timeouts.import_s if timeout_s is None else timeout_s,
                 metadata=self._operator,
             )
+            try:
+                async for event in call:
+                    if event.HasField("progress"):
+                        progress(wire.import_progress(event.progress))
+                    else:
+                        registered = event.registered
+            finally:
+                call.cancel()
+        response = wire.whole(registered)
         self._seen(response.revision)
         return wire.registration(response)
 

@@ -48,6 +48,7 @@ class Timeouts:
     generate_s: float = 600.0
     evaluate_s: float = 1800.0
     load_s: float = 120.0
+    import_s: float = 3600.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ catalog. One client may be used by many threads (`Client`) or tasks (`AsyncClien
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -51,11 +52,12 @@ from loraplex.records import (
     BaseModel,
     BaseRegistration,
     Evaluation,
+    ImportProgress,
     Model,
     NewApiKey,
     Worker,
 )
-from loraplex.registration import upload_parts
+from loraplex.registration import Upload, is_unknown_call
 from loraplex.registry.v1 import (
     adapter_pb2,
     adapter_pb2_grpc,
@@ -176,16 +178,73 @@ class Client:
     ) -> AdapterRegistration:
         """Register a version of an adapter from a PEFT folder; `progress` is told the bytes of each part sent.
 
+        An upload that breaks off goes on where it was, this one or that of an earlier call; `progress` is then told of
+        what is there already, and less than nothing of what was lost.
+
         `base_id` may be empty where exactly one base is registered. `quantization` is int8, int4 or none (exact); empty
         keeps what a version that is known already has, else takes the registry's default.
         """
-        folder, form = read_adapter_folder(Path(path)), wire.quantization(quantization)
+        upload = Upload(read_adapter_folder(Path(path)), name, base_id, progress, wire.quantization(quantization))
+        deadline_s = time.monotonic() + self.timeouts.upload_s
+        while True:
+            try:
+                offsets = self._uploaded(upload)
+                response = self._adapters.UploadArtifact(
+                    upload.parts(offsets), timeout=deadline_s - time.monotonic(), metadata=self._operator
+                )
+                break
+            except grpc.RpcError as error:
+                pause_s = upload.pause_s(error)
+                if pause_s is None or time.monotonic() + pause_s > deadline_s:
+                    raise self._registry.error(error) from error
+                time.sleep(pause_s)
+        self._seen(response.revision)
+        return wire.registration(response)
+
+    def _uploaded(self, upload: Upload) -> Sequence[int]:
+        """Return how much the registry has of each file already."""
+        try:
+            answer = self._adapters.FindUpload(upload.question, timeout=self.timeouts.call_s, metadata=self._operator)
+        except grpc.RpcError as error:
+            if not is_unknown_call(error):
+                raise
+            return upload.offsets(None)
+        return upload.offsets(answer)
+
+    def import_adapter(
+        self,
+        name: str,
+        source: str,
+        *,
+        base_id: str = "",
+        quantization: str = "",
+        progress: Callable[[ImportProgress], None] = lambda _: None,
+        timeout_s: float | None = None,
+    ) -> AdapterRegistration:
+        """Have the registry fetch a version of an adapter and register it.
+
+        `source` is hf://owner/repo[/folder][@revision], s3://, gs:// or az://bucket/prefix, https://host/folder/, or a
+        path below the registry's import root; the registry's settings say which it takes, and its credentials are used.
+        `progress` is told how far it is. Else as `add_adapter`. Raises SourceNotFound, SourceForbidden, SourceTimeout
+        and SourceUnreachable. Whoever leaves early ends the import.
+        """
+        request = wire.import_request(name, source, base_id, quantization)
+        registered: adapter_pb2.UploadArtifactResponse | None = None
         with self._registry.calls():
-            response = self._adapters.UploadArtifact(
-                upload_parts(folder, name, base_id, progress, form),
-                timeout=self.timeouts.upload_s,
+            call = self._adapters.ImportAdapter(
+                request,
+                timeout=self.timeouts.import_s if timeout_s is None else timeout_s,
                 metadata=self._operator,
             )
+            try:
+                for event in call:
+                    if event.HasField("progress"):
+                        progress(wire.import_progress(event.progress))
+                    else:
+                        registered = event.registered
+            finally:
+                call.cancel()
+        response = wire.whole(registered)
         self._seen(response.revision)
         return wire.registration(response)
 

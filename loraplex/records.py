@@ -27,6 +27,8 @@ class AdapterVersion:
     create_time: datetime
     exact_artifact_digest: str = ""
     """Its artifact of format none, with the factors it was registered with."""
+    source: str = ""
+    """Where the registry fetched it from, as exactly as the place can be named; empty where it was uploaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +270,15 @@ class AdapterRegistration:
     revision: int
     changed: bool
     report: PackingReport | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ImportProgress:
+    """How far the registry is with fetching an adapter; `total_bytes` is 0 until a size is known."""
+
+    source: str
+    received_bytes: int
+    total_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from loraplex.records import (
     ApiKey,
     BaseModel,
     Evaluation,
+    ImportProgress,
     LoadFacts,
     Model,
     PackingReport,
@@ -194,7 +195,28 @@ def adapter_version(message: adapter_pb2.AdapterVersion) -> AdapterVersion:
         dtype=message.dtype,
         create_time=_time(message.create_time),
         exact_artifact_digest=message.exact_artifact_digest,
+        source=message.source,
     )
+
+
+def import_request(name: str, source: str, base_id: str, form: str) -> adapter_pb2.ImportAdapterRequest:
+    """Return the message. Raises InvalidRequest for text that cannot be sent."""
+    try:
+        return adapter_pb2.ImportAdapterRequest(name=name, source=source, base_id=base_id, format=quantization(form))
+    except ValueError as error:  # a lone surrogate
+        raise InvalidRequest(f"name or source cannot be sent: {error}") from error
+
+
+def import_progress(message: adapter_pb2.ImportProgress) -> ImportProgress:
+    """Return the value of the message."""
+    return ImportProgress(message.source, message.received_bytes, message.total_bytes)
+
+
+def whole(registered: adapter_pb2.UploadArtifactResponse | None) -> adapter_pb2.UploadArtifactResponse:
+    """Return the last event of an import. Raises where the stream ended without it."""
+    if registered is None:
+        raise LoraplexError("the registry ended the import without telling its outcome", service="registry")
+    return registered
 
 
 def quantization(name: str) -> adapter_pb2.AdapterFormat.ValueType:

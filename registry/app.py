@@ -31,6 +31,7 @@ from registry.database_wait import wait_for_database
 from registry.head_follower import follow_head
 from registry.head_signal import HeadSignal
 from registry.metrics import Metrics
+from registry.partials import PartialUploads
 from registry.reserve import SpaceReserve
 from registry.service.adapters import Adapters
 from registry.service.api_keys import ApiKeys, ensure_bootstrap_key
@@ -109,7 +110,12 @@ async def _serve(
             await pinning.apply_list()
         retirement = Retirement(store, artifacts, settings.artifact_grace_s)
         registering = Registering(store, artifacts, retirement, settings)
-        uploads, imports = Uploads(artifacts, registering, settings), Imports(artifacts, registering, settings)
+        partials = PartialUploads(
+            artifacts.partial, max_bytes=settings.partial_upload_bytes, keep_s=settings.partial_upload_s
+        )
+        artifacts.give_way = partials.clear
+        uploads = Uploads(artifacts, partials, registering, settings)
+        imports = Imports(artifacts, registering, settings)
         repacking = Repacking(store, artifacts, retirement, settings.default_quantization)
         watches = Watches(store, signal, heartbeat_s=settings.heartbeat_s)
         adapters = Adapters(store, artifacts, uploads, imports, repacking, pinning, watches, reserve)
@@ -134,7 +140,10 @@ async def _serve(
         port = await server.start(settings.host, settings.port)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(follow_head(store, signal, settings.url))
-            background = [tasks.create_task(retirement.run()), tasks.create_task(repacking.update_outdated())]
+            background = [
+                tasks.create_task(work)
+                for work in (retirement.run(), repacking.update_outdated(), uploads.forget_old())
+            ]
             await server.set_serving(serving=True)
             readiness.why_not = None
             on_listening(port)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -30,13 +30,18 @@ class ArtifactFolder:
     def __init__(self, state_dir: Path) -> None:
         self._artifacts = state_dir / "artifacts"
         self._incoming = state_dir / "incoming"
+        self.partial = state_dir / "partial"
+        """For what broken uploads leave behind."""
+        self.give_way: Callable[[], None] = lambda: None
+        """Called where the disk is short of space, before anybody is refused for that."""
 
     def open(self) -> None:
         """Make the folders and remove what an earlier process left half made."""
         with full_disk_is_no_space():
             self._artifacts.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(self._incoming, ignore_errors=True)
-            self._incoming.mkdir(exist_ok=True)
+            for folder in (self._incoming, self.partial):
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(exist_ok=True)
 
     @property
     def folder(self) -> Path:
@@ -59,6 +64,9 @@ class ArtifactFolder:
     def require_space(self, needed_bytes: int) -> None:
         """Raise NoSpace where the disk has less than `needed_bytes` left."""
         free_bytes = shutil.disk_usage(self._incoming).free
+        if free_bytes < needed_bytes:
+            self.give_way()
+            free_bytes = shutil.disk_usage(self._incoming).free
         if free_bytes < needed_bytes:
             raise NoSpace(
                 f"the registry's disk has {free_bytes} bytes left and this upload needs about {needed_bytes}; "

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 from registry.artifacts import full_disk_is_no_space
 
@@ -31,12 +31,15 @@ class IncomingFile:
         self.path = path
         self.size_bytes = 0
         self._hash = hashlib.sha256()
-        self._stream: BinaryIO = self._opened()
+        with full_disk_is_no_space():
+            self._stream = path.open("wb", buffering=0)
 
     def append(self, data: bytes) -> None:
         """Write down what comes next. Raises NoSpace, after which the file is of no use."""
         with full_disk_is_no_space():
-            self._stream.write(data)
+            rest = memoryview(data)
+            while rest:
+                rest = rest[self._stream.write(rest) :]
         self._hash.update(data)
         self.size_bytes += len(data)
 
@@ -48,6 +51,16 @@ class IncomingFile:
         self.size_bytes = 0
         self._hash = hashlib.sha256()
 
+    def move(self, path: Path) -> None:
+        """Put the file elsewhere on its disk, open or not."""
+        self.path.rename(path)
+        self.path = path
+
+    def reopen(self) -> None:
+        """Open the file again to go on after what was written."""
+        self._stream = self.path.open("r+b", buffering=0)
+        self._stream.seek(self.size_bytes)
+
     def close(self) -> None:
         """Close the file; what it holds stays."""
         self._stream.close()
@@ -56,7 +69,3 @@ class IncomingFile:
     def sha256(self) -> str:
         """Lower-case hex SHA-256 of what came so far."""
         return self._hash.hexdigest()
-
-    def _opened(self) -> BinaryIO:
-        with full_disk_is_no_space():
-            return self.path.open("wb", buffering=0)

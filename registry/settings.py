@@ -37,6 +37,12 @@ class RegistrySettings(ImportSettings, AdminSettings):
     max_upload_bytes: Annotated[int, Field(ge=2**10)] = Field(2**30, description="largest upload accepted, in bytes")
     max_concurrent_uploads: Annotated[int, Field(ge=1)] = Field(8, description="uploads received at a time; more wait")
     upload_idle_timeout_s: Annotated[float, Field(gt=0)] = Field(60.0, description="seconds an upload may be silent")
+    partial_upload_bytes: Annotated[int, Field(ge=0)] = Field(
+        2 * 2**30, description="most bytes kept of uploads that broke off, all together"
+    )
+    partial_upload_s: Annotated[float, Field(ge=0)] = Field(
+        900.0, description="seconds that what came of an upload that broke off is kept, so that it can go on"
+    )
     default_quantization: Literal["none", "int8", "int4"] = Field(
         DEFAULT_QUANTIZATION, description="format of adapters for which no other is asked"
     )

@@ -71,5 +71,19 @@ class Access:
             )
         raise refusal
 
+    def administrator(self, authorization: str | None) -> None:
+        """Let operators pass by the clients' front: with the cluster token, or where no secret is asked for at all.
+
+        Raises as `operator` does, and RegistryUnavailable before the first catalog; an API key is never enough.
+        """
+        if self._cluster_token is None and (why := self._catalog.why_not_ready()) is not None:
+            raise RegistryUnavailable(why, retry_after_s=1.0)  # whether there are keys is not known yet
+        if self._cluster_token is None and (self._catalog.snapshot.api_keys or self._asks_always):
+            raise PermissionDenied(
+                "this call is for operators and needs the cluster token, but this router has none; give the services "
+                "one with LORAPLEX_CLUSTER_TOKEN"
+            )
+        self.operator(authorization)
+
     def _is_operator(self, authorization: str | None) -> bool:
         return self._cluster_token is not None and self._cluster_token.matches(bearer_of(authorization) or "")

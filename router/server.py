@@ -33,6 +33,7 @@ from router.http.errors import error_answer
 from router.inference import Inference, request_id_from
 from router.metrics import Metrics
 from router.quota import Limits
+from router.registry_adapters import RegistryAdapters
 from router.service import InferenceService, ModelService
 from router.settings import RouterSettings
 from router.steering import Steering
@@ -107,6 +108,8 @@ class Router:
             self._activity,
             max_body_bytes=settings.max_body_bytes,
             body_timeout_s=settings.http_read_timeout_s,
+            registry=RegistryAdapters(settings.registry, credentials, self.catalog),
+            import_timeout_s=settings.request_timeout_s,
         )
         self._http = HttpServer(
             app,

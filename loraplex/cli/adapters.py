@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import time
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TransferSpeedColumn,
-)
 
 from loraplex.cli import evaluations as evaluated
-from loraplex.cli import load_report, output
+from loraplex.cli import load_report, output, registering
 from loraplex.cli.app import new_group
 from loraplex.cli.options import REGISTRY, ROUTER, Json, Registry, Router, Wait
 from loraplex.client import Client, Timeouts
 from loraplex.errors import CatalogBehind, ModelNotFound, Unauthenticated, Unavailable
-from loraplex.peft_folder import read_adapter_folder
 from loraplex.pins import replicas_text
 from loraplex.records import AdapterVersion, Evaluation, PackingReport
 
@@ -46,7 +37,16 @@ class Quantization(StrEnum):
 @app.command()
 def add(
     name: Name,
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A PEFT folder.", show_default=False)],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A PEFT folder on this machine, or what the registry fetches itself: "
+            "hf://owner/repo/folder@revision (the last two may be left out), s3://, gs:// or az://bucket/prefix, "
+            "https://host/folder/, or file:PATH below the registry's import root.",
+            show_default=False,
+        ),
+    ],
     base_id: Annotated[
         str, typer.Option("--base-id", metavar="ID", help="Its base model; needed where several are registered.")
     ] = "",
@@ -64,27 +64,13 @@ def add(
     registry: Registry = REGISTRY,
     as_json: Json = False,
 ) -> None:
-    """Register an adapter from a PEFT folder, or a new version of a known one.
+    """Register an adapter, or a new version of a known one.
 
-    PATH holds adapter_config.json and adapter_model.safetensors. Requests in flight finish on the old version, new
-    ones take the new one.
+    SOURCE holds adapter_config.json and adapter_model.safetensors. A folder is uploaded, and goes on where it was if
+    that breaks off. Requests in flight finish on the old version, new ones take the new one.
     """
-    folder = read_adapter_folder(path.expanduser())
-    console = output.stderr()
-    bar = Progress(
-        TextColumn("uploading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
-        console=console, transient=True, disable=as_json or not console.is_terminal,
-    )  # fmt: skip
     with Client(router, registry) as client:
-        with bar:
-            task = bar.add_task("upload", total=folder.size_bytes)
-            done = client.add_adapter(
-                name,
-                folder.path,
-                base_id=base_id,
-                quantization=quantization or "",
-                progress=lambda num_bytes: bar.advance(task, num_bytes),
-            )
+        done = registering.register(client, name, source, base_id, quantization or "", quiet=as_json)
         visible = _wait_for_router(client, name, done.adapter.current.artifact_digest, wait=wait)
     if as_json:
         output.print_json({**output.jsonable(done), "router_knows": visible})
@@ -121,7 +107,7 @@ def list_(registry: Registry = REGISTRY, as_json: Json = False) -> None:
             )
             for entry in adapters
         ],
-        empty="no adapter is registered; add one with: loraplex adapter add NAME PATH",
+        empty="no adapter is registered; add one with: loraplex adapter add NAME SOURCE",
     )
 
 
@@ -244,6 +230,8 @@ def _print_version(version: AdapterVersion, report: PackingReport | None, evalua
         ("rank", f"{version.rank}, {version.dtype}, {output.size(version.artifact_bytes)}, format {version.format}"),
         ("modules", f"{version.num_modules} of {version.num_base_modules} changed ({kinds})"),
     ]
+    if version.source:
+        lines.append(("source", version.source))
     if report and report.load:
         lines += load_report.in_lines(report.load)
     if report and report.errors and version.format != "none":

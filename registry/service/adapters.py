@@ -69,7 +69,7 @@ class Adapters(adapter_pb2_grpc.AdapterServiceServicer):
 
     async def FindUpload(self, request: adapter_pb2.FindUploadRequest, context: Any) -> adapter_pb2.FindUploadResponse:
         """Tell how much of files is here already."""
-        return adapter_pb2.FindUploadResponse(offsets=[0 for _ in request.files])
+        return await self._uploads.find(request)
 
     async def ImportAdapter(
         self, request: adapter_pb2.ImportAdapterRequest, context: Any

@@ -1,16 +1,17 @@
 """The grammar of an upload, enforced part by part while the files are written down.
 
 header (file_header data*)*, where the files are adapter_config.json and adapter_model.safetensors, each once, with the
-size and SHA-256 that its header told. The first message, the upload's header, is read by the caller.
+size and SHA-256 that its header told. The first message, the upload's header, is read by the caller. A file may go on
+where an upload that broke off has left it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
+from common.tenancy import DEFAULT_TENANT
 from loraplex.digests import is_digest
 from loraplex.errors import (
     CorruptArtifact,
@@ -24,10 +25,15 @@ from loraplex.errors import (
 from loraplex.peft_folder import CONFIG_FILE, PICKLE_SUFFIXES, WEIGHTS_FILE
 from loraplex.registry.v1 import adapter_pb2
 from registry.artifacts import ArtifactFolder, full_disk_is_no_space
-from registry.incoming import MAX_CONFIG_BYTES, ReceivedFiles
+from registry.incoming import MAX_CONFIG_BYTES, IncomingFile, ReceivedFiles
+from registry.partials import FileKey, PartialUploads
 
 _FILES: Final = (CONFIG_FILE, WEIGHTS_FILE)
 _MAX_DATA_BYTES: Final = 2**20
+
+
+class Truncated(CorruptArtifact):
+    """The stream ended before a file did: its client has gone, or cannot count."""
 
 
 class UploadReceiver:
@@ -36,16 +42,17 @@ class UploadReceiver:
     A refusal is a LoraplexError; after one the receiver is done with. `close` may be called at any time.
     """
 
-    def __init__(self, folder: Path, artifacts: ArtifactFolder, *, max_upload_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, artifacts: ArtifactFolder, partials: PartialUploads, *, max_upload_bytes: int
+    ) -> None:
         self._folder = folder
         self._artifacts = artifacts
+        self._partials = partials
         self._max_upload_bytes = max_upload_bytes
         self._announced_bytes = 0
         self._header: adapter_pb2.FileHeader | None = None
-        self._stream: BinaryIO | None = None
-        self._received_bytes = 0
-        self._hash = hashlib.sha256()
-        self._done: set[str] = set()
+        self._file: IncomingFile | None = None
+        self._done: dict[str, tuple[FileKey, IncomingFile]] = {}
 
     def take(self, part: adapter_pb2.UploadArtifactRequest) -> None:
         """Take the next part."""
@@ -74,30 +81,21 @@ class UploadReceiver:
 
     def close(self) -> None:
         """Close the file that is being written, if one is."""
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+        if self._file is not None:
+            self._file.close()
+
+    def keep(self) -> None:
+        """Close, and keep what has come for an upload that goes on with it."""
+        self.close()
+        if self._file is not None and self._header is not None:
+            self._partials.keep(_key(self._header), self._file)
+        for key, file in self._done.values():
+            self._partials.keep(key, file)
 
     def _begin_file(self, header: adapter_pb2.FileHeader) -> None:
-        if header.name not in _FILES:
-            raise _foreign_file(header.name)
-        if header.offset:
-            raise FailedPrecondition(
-                f"{header.name} cannot go on from {header.offset}: nothing of it is here; send it from the start",
-                field="file_header.offset",
-            )
+        check_header(header)
         if header.name in self._done:
             raise InvalidRequest(f"{header.name} was sent twice", field="file_header.name")
-        if not is_digest(header.sha256):
-            raise InvalidParameter(
-                f"the sha256 of {header.name} must be 64 lower-case hex characters", field="file_header.sha256"
-            )
-        if header.name == CONFIG_FILE and header.size_bytes > MAX_CONFIG_BYTES:
-            raise TooLarge(
-                f"{CONFIG_FILE} has {header.size_bytes} bytes; at most {MAX_CONFIG_BYTES} are accepted",
-                field="file_header.size_bytes",
-                limit=MAX_CONFIG_BYTES,
-            )
         self._announced_bytes += header.size_bytes
         if self._announced_bytes > self._max_upload_bytes:
             raise TooLarge(
@@ -105,45 +103,83 @@ class UploadReceiver:
                 field="file_header.size_bytes",
                 limit=self._max_upload_bytes,
             )
+        path = self._folder / header.name
+        self._file = self._continued(header, path) if header.offset else IncomingFile(path)
+        self._header = header
         # The upload, the exact factors, and the artifact packed from them, which has at most half their size.
-        self._artifacts.require_space(5 * header.size_bytes // 2)
-        with full_disk_is_no_space():
-            self._stream = (self._folder / header.name).open("wb")
-        self._header, self._received_bytes, self._hash = header, 0, hashlib.sha256()
+        self._artifacts.require_space(5 * header.size_bytes // 2 - header.offset)
+
+    def _continued(self, header: adapter_pb2.FileHeader, path: Path) -> IncomingFile:
+        file = self._partials.take(_key(header), path)
+        if file is None or file.size_bytes != header.offset:
+            if file is not None:
+                file.close()
+                self._partials.keep(_key(header), file)
+            raise FailedPrecondition(
+                f"{header.name} cannot go on from {header.offset}: that much of it is not here; ask again how much is",
+                field="file_header.offset",
+            )
+        return file
 
     def _append(self, data: bytes) -> None:
-        if self._header is None or self._stream is None:
+        if self._header is None or self._file is None:
             raise InvalidRequest("data came before a file_header", field="data")
         if len(data) > _MAX_DATA_BYTES:
             raise InvalidParameter(f"a data message has {len(data)} bytes; at most {_MAX_DATA_BYTES}", field="data")
-        self._received_bytes += len(data)
-        if self._received_bytes > self._header.size_bytes:
+        if self._file.size_bytes + len(data) > self._header.size_bytes:
             raise InvalidRequest(
                 f"{self._header.name} has more data than the {self._header.size_bytes} bytes of its header",
                 field="file_header.size_bytes",
             )
-        self._hash.update(data)
-        with full_disk_is_no_space():
-            self._stream.write(data)
+        self._file.append(data)
 
     def _finish_file(self) -> None:
-        if self._header is None:
+        if self._header is None or self._file is None:
             return
-        header, self._header = self._header, None
+        header, file = self._header, self._file
         with full_disk_is_no_space():
-            self.close()
-        if self._received_bytes != header.size_bytes:
-            raise CorruptArtifact(
-                f"{header.name} is truncated: {self._received_bytes} of {header.size_bytes} bytes came",
+            file.close()
+        if file.size_bytes != header.size_bytes:
+            raise Truncated(
+                f"{header.name} is truncated: {file.size_bytes} of {header.size_bytes} bytes came",
                 file=header.name,
             )
-        if self._hash.hexdigest() != header.sha256:
+        if file.sha256 != header.sha256:
             raise CorruptArtifact(
-                f"{header.name} arrived with SHA-256 {self._hash.hexdigest()}, not {header.sha256} as announced; "
-                "send it again",
+                f"{header.name} arrived with SHA-256 {file.sha256}, not {header.sha256} as announced; send it again",
                 file=header.name,
             )
-        self._done.add(header.name)
+        self._done[header.name] = (_key(header), file)
+        self._header = self._file = None
+
+
+def check_header(header: adapter_pb2.FileHeader) -> None:
+    """Raise for a header that announces no file of an adapter."""
+    if header.name not in _FILES:
+        raise _foreign_file(header.name)
+    if not is_digest(header.sha256):
+        raise InvalidParameter(
+            f"the sha256 of {header.name} must be 64 lower-case hex characters", field="file_header.sha256"
+        )
+    if header.name == CONFIG_FILE and header.size_bytes > MAX_CONFIG_BYTES:
+        raise TooLarge(
+            f"{CONFIG_FILE} has {header.size_bytes} bytes; at most {MAX_CONFIG_BYTES} are accepted",
+            field="file_header.size_bytes",
+            limit=MAX_CONFIG_BYTES,
+        )
+
+
+def found(request: adapter_pb2.FindUploadRequest, partials: PartialUploads) -> adapter_pb2.FindUploadResponse:
+    """Return how much of each file is here; blocks for a moment."""
+    if len(request.files) > len(_FILES):
+        raise InvalidRequest(f"an upload has at most {len(_FILES)} files", field="files")
+    for header in request.files:
+        check_header(header)
+    return adapter_pb2.FindUploadResponse(offsets=[partials.size_bytes(_key(header)) for header in request.files])
+
+
+def _key(header: adapter_pb2.FileHeader) -> FileKey:
+    return FileKey(DEFAULT_TENANT, header.name, header.size_bytes, header.sha256)
 
 
 def _foreign_file(name: str) -> InvalidAdapter:

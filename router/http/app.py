@@ -17,12 +17,14 @@ from loraplex.errors import InvalidRequest, LoraplexError, NotFound
 from loraplex.metadata_keys import AUTHORIZATION_KEY, MIN_REVISION_KEY
 from router.access import Access
 from router.catalog import Adapter, Base, Catalog, parse_min_revision
+from router.http.adapters import load_endpoint, unload_endpoint
 from router.http.answers import ChatAnswer, CompletionAnswer
 from router.http.errors import error_answer, error_object
 from router.http.generation import GenerationEndpoint
 from router.http.translate import chat_plan, completion_plan
 from router.http.wire import BodyLimits
 from router.inference import Inference, request_id_from
+from router.registry_adapters import RegistryAdapters
 
 _OWNER = "loraplex"
 
@@ -123,6 +125,8 @@ def make_app(
     *,
     max_body_bytes: int,
     body_timeout_s: float,
+    registry: RegistryAdapters,
+    import_timeout_s: float,
 ) -> Starlette:
     """Return the ASGI application."""
     models = Models(catalog, access)
@@ -133,6 +137,14 @@ def make_app(
         routes=[
             Route("/v1/chat/completions", Counted(chat, activity), methods=["POST"]),
             Route("/v1/completions", Counted(completions, activity), methods=["POST"]),
+            Route(
+                "/v1/load_lora_adapter",
+                Counted(load_endpoint(registry, access, body, import_timeout_s), activity),
+                methods=["POST"],
+            ),
+            Route(
+                "/v1/unload_lora_adapter", Counted(unload_endpoint(registry, access, body), activity), methods=["POST"]
+            ),
             Route("/v1/models", models.all),
             Route("/v1/models/{model:path}", models.one),
             *admin_routes(admin),

@@ -24,19 +24,19 @@ _Bias = Annotated[float, Field(ge=-limits.MAX_LOGIT_BIAS, le=limits.MAX_LOGIT_BI
 StopString = Annotated[str, Field(min_length=1, max_length=limits.MAX_STOP_CHARS)]
 
 
-class _Lenient(BaseModel):
+class Lenient(BaseModel):
     """Strict types, no coercion; unknown fields are kept for `translate` to look for features it must refuse."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, allow_inf_nan=False)
 
 
-class StreamOptions(_Lenient):
+class StreamOptions(Lenient):
     """How a stream ends."""
 
     include_usage: bool | None = None
 
 
-class _Common(_Lenient):
+class _Common(Lenient):
     """The fields that both endpoints share. None is the same as absent."""
 
     model: Annotated[str, Field(min_length=1)]
@@ -59,14 +59,14 @@ class _Common(_Lenient):
     user: str | None = None
 
 
-class TextPart(_Lenient):
+class TextPart(Lenient):
     """A part of a message; any type but text is refused by `translate`, by name."""
 
     type: str
     text: str | None = None
 
 
-class Message(_Lenient):
+class Message(Lenient):
     """One turn of a conversation."""
 
     role: str
@@ -89,7 +89,7 @@ class CompletionRequest(_Common):
     logprobs: Annotated[int, Field(ge=0, le=limits.MAX_LOGPROBS)] | None = None
 
 
-R = TypeVar("R", bound=_Common)
+R = TypeVar("R", bound=Lenient)
 
 
 def read_request(kind: type[R], body: Mapping[str, Any]) -> R:

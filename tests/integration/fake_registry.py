@@ -130,6 +130,12 @@ class FakeRegistry(adapter_pb2_grpc.AdapterServiceServicer):
     def UploadArtifact(self, request_iterator: Any, context: Any) -> Any:
         raise NotImplementedError
 
+    def FindUpload(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
+    def ImportAdapter(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
     def DownloadArtifact(self, request: Any, context: Any) -> Any:
         raise NotImplementedError
 

@@ -40,6 +40,12 @@ class Adapters(adapter_pb2_grpc.AdapterServiceServicer):
         self.reached += 1
         yield adapter_pb2.DownloadArtifactResponse(data=b"x")
 
+    def FindUpload(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
+    def ImportAdapter(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
     def ListAdapters(self, request: Any, context: Any) -> Any:
         raise NotImplementedError
 

@@ -22,6 +22,7 @@ from loraplex.errors import (
     FailedPrecondition,
     LoraplexError,
     ModelNotFound,
+    SourceNotFound,
     Unauthenticated,
 )
 from loraplex.registry.v1 import adapter_pb2, adapter_pb2_grpc, base_model_pb2, base_model_pb2_grpc
@@ -62,6 +63,7 @@ class FakeCluster(
     uploads: dict[str, dict[str, bytes]] = field(default_factory=dict)
     steered: list[Any] = field(default_factory=list)
     """Calls that say where an adapter shall be."""
+    imports: list[adapter_pb2.ImportAdapterRequest] = field(default_factory=list)
     requests: list[inference_pb2.GenerateRequest] = field(default_factory=list)
     metadata: list[dict[str, str]] = field(default_factory=list)
     remaining_s: list[float] = field(default_factory=list)
@@ -200,6 +202,31 @@ class FakeCluster(
         report = adapter_pb2.EvaluationReport(format=form, evaluation=request.evaluation)
         self.evaluations[request.name] = report
         return adapter_pb2.RecordEvaluationResponse(revision=self.revision, report=report)
+
+    async def FindUpload(self, request, context) -> adapter_pb2.FindUploadResponse:
+        return adapter_pb2.FindUploadResponse(offsets=[0 for _ in request.files])
+
+    async def ImportAdapter(self, request, context) -> AsyncIterator[adapter_pb2.ImportAdapterResponse]:
+        """Fetches nothing, and tells of it; a source with "missing" in it does not exist."""
+        self._note(context)
+        if "missing" in request.source:
+            raise SourceNotFound(f"{request.source} does not exist", field="source")
+        self.imports.append(request)
+        for received in (0, 512, 1024):
+            progress = adapter_pb2.ImportProgress(source=request.source, received_bytes=received, total_bytes=1024)
+            yield adapter_pb2.ImportAdapterResponse(progress=progress)
+        version = adapter_pb2.AdapterVersion(
+            version_digest="c" * 64, artifact_digest="d" * 64, rank=4, num_modules=14, num_base_modules=14,
+            format=FORMAT_NAMES[request.format], exact_artifact_digest="e" * 64, source=request.source,
+        )  # fmt: skip
+        self.revision += 1
+        self.adapters[request.name] = adapter_pb2.Adapter(
+            name=request.name, base_id=request.base_id or "tiny", current=version, versions=[version]
+        )
+        registered = adapter_pb2.UploadArtifactResponse(
+            adapter=self.adapters[request.name], revision=self.revision, changed=True, report=self._report(request.name)
+        )
+        yield adapter_pb2.ImportAdapterResponse(registered=registered)
 
     async def UploadArtifact(self, request_iterator, context) -> adapter_pb2.UploadArtifactResponse:
         files: dict[str, bytearray] = {}

@@ -11,12 +11,15 @@ from loraplex.errors import (
     DeadlineExceeded,
     InvalidAdapter,
     InvalidParameter,
+    InvalidRequest,
     LoraplexError,
     ModelNotFound,
     RegistryUnavailable,
+    SourceNotFound,
     Unavailable,
 )
 from loraplex.manifest import read_manifest
+from loraplex.records import ImportProgress
 
 
 @pytest.fixture
@@ -93,6 +96,28 @@ def test_an_adapter_is_uploaded_byte_by_byte(client, fake_cluster, tiny_adapter)
         assert fake_cluster.uploads["sql"][name] == (tiny_adapter / name).read_bytes()
     assert sum(sent) == sum(len(data) for data in fake_cluster.uploads["sql"].values())
     assert client.add_adapter("sql", tiny_adapter).changed is False
+
+
+def test_an_import_is_asked_for_and_its_progress_told(client, fake_cluster):
+    told: list[ImportProgress] = []
+    done = client.import_adapter("sql", "hf://acme/sql", base_id="tiny", quantization="int4", progress=told.append)
+    assert (done.adapter.current.source, done.adapter.current.format) == ("hf://acme/sql", "int4")
+    assert told == [ImportProgress("hf://acme/sql", received, 1024) for received in (0, 512, 1024)]
+    assert client.min_revision == done.revision == 1
+    with pytest.raises(SourceNotFound):
+        client.import_adapter("sql", "s3://bucket/missing")
+    with pytest.raises(InvalidRequest):
+        client.import_adapter("sql", "\udc80")
+
+
+async def test_the_asynchronous_client_imports_too(fake_cluster):
+    told: list[ImportProgress] = []
+    async with AsyncClient(fake_cluster.address, fake_cluster.address) as client:
+        done = await client.import_adapter("sql", "https://host/sql/", progress=told.append)
+        assert done.adapter.current.source == "https://host/sql/"
+        assert len(told) == 3
+        with pytest.raises(SourceNotFound):
+            await client.import_adapter("sql", "s3://bucket/missing")
 
 
 def test_a_format_is_asked_for_and_changed(client, fake_cluster, tiny_adapter):

@@ -42,6 +42,24 @@ async def test_without_keys_a_router_that_others_reach_lets_nobody_in_and_says_w
             Access(catalog, cluster_token=TOKEN, asks_always=True).client(sent)
 
 
+async def test_only_operators_change_adapters_by_way_of_the_clients_front(catalog):
+    with pytest.raises(RegistryUnavailable):  # whether there are keys is not known yet
+        Access(Catalog("registry:1")).administrator(None)
+    Access(catalog).administrator(None)  # on loopback, where nobody is asked for anything
+    guarded = Access(catalog, cluster_token=TOKEN)
+    guarded.administrator(f"Bearer {TOKEN}")
+    with pytest.raises(Unauthenticated, match="cluster token"):
+        guarded.administrator(None)
+    with pytest.raises(PermissionDenied, match="has none"):
+        Access(catalog, asks_always=True).administrator(None)
+    put(catalog, entry(KEY))
+    for access in (guarded, Access(catalog), Access(catalog, asks_always=True)):
+        with pytest.raises(PermissionDenied):
+            access.administrator(f"Bearer {KEY.text}")
+    with pytest.raises(PermissionDenied):
+        Access(catalog).administrator(None)
+
+
 @pytest.mark.parametrize("asks_always", [False, True])
 async def test_the_right_key_lets_its_tenant_in(catalog, asks_always):
     put(catalog, entry(KEY), entry(OTHER, "acme"))

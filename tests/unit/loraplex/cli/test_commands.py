@@ -93,7 +93,7 @@ def test_an_unknown_model_is_one_line_and_exit_1(run):
         (["models", "--router", "nowhere"], "HOST:PORT"),
         (["models", "--router", "x:99999"], "HOST:PORT"),
         (["nonsense"], "nonsense"),
-        (["adapter", "add", "name"], "PATH"),
+        (["adapter", "add", "name"], "SOURCE"),
         (["up", "--dtype", "int3"], "float32"),
         (["up", "--workers", "0"], "--workers"),
     ],
@@ -145,6 +145,25 @@ def test_adapters_from_add_to_rm(run, fake_cluster, tiny_adapter):
     assert run("adapter", "rm", "sql").out == "sql is deleted\n"
     assert run("adapter", "list").out == ""
     assert "no adapter sql" in run("adapter", "show", "sql").err
+
+
+@pytest.mark.parametrize("source", ["hf://acme/sql@main", "https://host/sql/", "file:sql", "s3://bucket/sql"])
+def test_what_is_no_folder_here_is_fetched_by_the_registry_and_shown(run, fake_cluster, source):
+    added = run("adapter", "add", "sql", source, "--base-id", "tiny", "--quantization", "int4", "--json")
+    assert added.code == 0
+    assert added.json()["adapter"]["current"]["source"] == source
+    assert added.json()["router_knows"] is True
+    [asked] = fake_cluster.imports
+    assert (asked.name, asked.base_id, asked.format) == ("sql", "tiny", adapter_pb2.ADAPTER_FORMAT_INT4)
+    assert f"source   {source}" in run("adapter", "show", "sql").out
+    assert not fake_cluster.uploads
+
+
+def test_a_source_that_does_not_exist_is_told_as_the_registry_tells_it(run):
+    ran = run("adapter", "add", "sql", "hf://acme/missing", "--json")
+    assert ran.code == 1
+    error = json.loads(ran.err)["error"]
+    assert (error["reason"], error["metadata"]["field"]) == ("SOURCE_NOT_FOUND", "source")
 
 
 def test_a_format_is_chosen_shown_and_changed(run, tiny_adapter):

@@ -1,0 +1,53 @@
+"""Registering for the command line: an upload or an import, with a bar that tells how far it is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from loraplex.cli import output
+from loraplex.client import Client
+from loraplex.peft_folder import read_adapter_folder
+from loraplex.records import AdapterRegistration, ImportProgress
+
+_FETCHED: Final = re.compile(r"file:|[A-Za-z][A-Za-z0-9+.-]*://")
+"""How a source begins that the registry fetches; anything else is a folder here."""
+
+
+def register(
+    client: Client, name: str, source: str, base_id: str, quantization: str, *, quiet: bool
+) -> AdapterRegistration:
+    """Upload the folder that `source` names, or have the registry fetch it."""
+    console = output.stderr()
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
+        console=console, transient=True, disable=quiet or not console.is_terminal,
+    )  # fmt: skip
+    if not _FETCHED.match(source):
+        folder = read_adapter_folder(Path(source).expanduser())
+        with bar:
+            task = bar.add_task("uploading", total=folder.size_bytes)
+            return client.add_adapter(
+                name,
+                folder.path,
+                base_id=base_id,
+                quantization=quantization,
+                progress=lambda num_bytes: bar.advance(task, num_bytes),
+            )
+    with bar:
+        task = bar.add_task("fetching", total=None)
+
+        def tell(progress: ImportProgress) -> None:
+            total = progress.total_bytes or None
+            is_whole = progress.received_bytes == total
+            bar.update(
+                task,
+                completed=progress.received_bytes,
+                total=total,
+                description="checking and packing" if is_whole else "fetching",
+            )
+
+        return client.import_adapter(name, source, base_id=base_id, quantization=quantization, progress=tell)
