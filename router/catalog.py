@@ -202,8 +202,7 @@ class Catalog:
         self._registry_address = registry_address
         self.ready = asyncio.Event()
         """Set once a whole catalog is held, from the registry or from a valid cache."""
-        self.in_step = False
-        """Whether the registry is followed now; else what is held may be old."""
+        self._in_step = False
 
     @property
     def snapshot(self) -> CatalogSnapshot:
@@ -211,14 +210,28 @@ class Catalog:
         return self._snapshot
 
     @property
+    def in_step(self) -> bool:
+        """Whether the registry is followed now; else what is held may be old."""
+        return self._in_step
+
+    @in_step.setter
+    def in_step(self, value: bool) -> None:
+        if value is not self._in_step:
+            self._in_step = value
+            self._tell_change()
+
+    @property
     def changed(self) -> asyncio.Event:
-        """An event that the next swap sets; take a new one afterwards."""
+        """An event that the next swap sets, or the registry's coming or going; take a new one afterwards."""
         return self._changed
 
     def swap(self, snapshot: CatalogSnapshot) -> None:
         """Put a new snapshot in place of the old one."""
         self._snapshot = snapshot
         self.ready.set()
+        self._tell_change()
+
+    def _tell_change(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 

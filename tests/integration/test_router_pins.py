@@ -123,6 +123,25 @@ async def test_without_the_registry_the_last_known_pins_stay():
         await registry.start()
 
 
+async def test_a_pin_that_nobody_knows_of_is_undone_when_the_registry_is_back(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pins, "UNDO_AFTER_S", 0.2)
+    foreign = digest("artifact of nobody")
+    async with (
+        registry_with(adapter_entry("sql")) as registry,
+        workers_of(1) as (worker,),
+        running_router(registry.address, worker.address, adapter_policy=False) as router,
+    ):
+        await registry.stop()
+        await eventually(lambda: not router.router.catalog.in_step)
+        worker.held[foreign] = worker_pb2.AdapterResidency(artifact_digest=foreign, pinned=True)
+        await worker.set()
+        await asyncio.sleep(0.5)
+        assert worker.told == []
+        await registry.start()
+        await eventually(holds(worker))
+        assert worker.told == [("unpin", foreign)]
+
+
 async def test_workers_of_another_base_are_left_alone():
     async with registry_with(adapter_entry("sql", pin_replicas=9)) as registry, workers_of(3) as workers:
         workers[1].base_digest = digest("another base")
