@@ -162,11 +162,7 @@ def make_variant(name: str, base_folder: Path, folder: Path) -> Path:
             if variant.config.get("init_lora_weights") == "eva":
                 initialize_lora_eva_weights(model, _batches(), show_progress_bar=False)
             train(model, variant.dtype)
-<<<<<<< HEAD
-            model.save_pretrained(str(folder), save_embedding_layers=True if variant.copies else "auto")
-=======
             model.save_pretrained(str(folder), save_embedding_layers=variant.copies or "auto")
->>>>>>> wip-variants-format
     if variant.renamed is not None:
         shutil.copytree(folder, folder / _UNTOUCHED)
         tensors = load_file(folder / "adapter_model.safetensors")
@@ -198,15 +194,10 @@ def train(model: PeftModel, dtype: torch.dtype = torch.float32) -> None:
 
 def peft_logits(base_folder: Path, folder: Path, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[NDArray[Any]]:
     """Return what PEFT computes in float32 with the base and the adapter as they are on disk: [tokens, VOCAB] each."""
-    return model_logits(peft_model(base_folder, folder), prompts)
-
-
-def peft_model(base_folder: Path, folder: Path) -> PeftModel:
-    """Return the base in float32 with the adapter, as PEFT loads them from the disk."""
     untouched = folder / _UNTOUCHED
     with _quiet():
         model = PeftModel.from_pretrained(load_base(base_folder), str(untouched if untouched.exists() else folder))
-    return model.eval()
+    return model_logits(model.eval(), prompts)
 
 
 def model_logits(model: Any, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[NDArray[np.float32]]:
