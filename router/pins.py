@@ -112,10 +112,8 @@ class PinPlanner:
         digest, base = pin.version.artifact_digest, pin.version.base_digest
         able = [worker_id for worker_id, (its_base, _) in self._serving_s.items() if its_base == base]
         if pin.replicas < len(able):
-            able = sorted(able, key=lambda worker_id: rendezvous_weight(digest, worker_id), reverse=True)[
-                : pin.replicas
-            ]
-        return frozenset(able)
+            able.sort(key=lambda worker_id: rendezvous_weight(digest, worker_id), reverse=True)
+        return frozenset(able[: pin.replicas])
 
     def _undo(
         self,

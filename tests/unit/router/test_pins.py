@@ -128,7 +128,7 @@ def test_a_pin_of_somebody_else_is_undone_when_it_was_wrong_for_a_while():
 def test_without_the_registry_pins_are_made_and_none_is_undone():
     planner = PinPlanner()
     workers = [worker("w1", "gone")]
-    assert told(planner.plan(pins("x"), workers, 0.0, in_step=False).orders) == [(Kind.PIN, "w1", "a-x")]
+    assert told(planner.plan(pins("x"), workers, 0.0, in_step=True).orders) == [(Kind.PIN, "w1", "a-x")]
     assert told(planner.plan(pins("x"), workers, 1000.0, in_step=False).orders) == [(Kind.PIN, "w1", "a-x")]
     plan = planner.plan(pins("x"), workers, 1001.0, in_step=True)  # the while begins when the registry is back
     assert (told(plan.orders), plan.again_s) == ([(Kind.PIN, "w1", "a-x")], 1001.0 + UNDO_AFTER_S)
