@@ -12,10 +12,10 @@ TORCH := $(shell grep -E '^torch==' constraints.txt)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := loraplex common registry router worker tools docker bench examples tests
 
-.PHONY: help setup demo up test compose-env compose-test lint format proto docs bench gpu-check clean
+.PHONY: help setup demo up test compose-env compose-test lint format proto docs bench bench-adapters gpu-check clean
 
 help: ## Show this help.
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 16
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "No Python found: install Python 3.11 or 3.12, or say make PYTHON=/path/to/python3.11"; exit 1; }
@@ -80,6 +80,11 @@ docs: $(VENV)/.dev ## Write docs/configuration.md from the settings classes.
 
 bench: $(VENV)/.dev ## Measure serving (some ten minutes): base, 1, 8 and 32 adapters at 1, 8 and 32 streams, sampling, unused adapters.
 	$(BIN)/python -m bench.serving
+
+bench-adapters: $(VENV)/.dev ## Measure adapters that come and go (some 25 minutes): crowded devices, cold loads, 5 000 random operations, faults.
+	$(BIN)/python -m bench.tiers
+	$(BIN)/python -m bench.churn
+	$(BIN)/python -m bench.poison
 
 gpu-check: $(VENV)/.dev ## Check and time the Triton kernels on a CUDA GPU (minutes); results go to bench/results/.
 	$(BIN)/python -m bench.gpu_check
