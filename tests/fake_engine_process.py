@@ -40,6 +40,7 @@ def open_fake(options: EngineOptions) -> OpenedRunner:
         total_blocks=int(told("TOTAL_BLOCKS", "64")),
         step_s=float(told("STEP_S", "0")),
         triggers=told("TRIGGERS", "") == "1",
+        host_budget_bytes=options.host_cache_bytes or 0,
     )
 
 

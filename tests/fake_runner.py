@@ -28,6 +28,7 @@ from worker.engine.plan import (
     AdapterLoad,
     ComparedPositions,
     ComparisonStep,
+    HostChanges,
     NewRequest,
     SampledLogprobs,
     SampledTokens,
@@ -124,9 +125,14 @@ class FakeRunner:
     decode_rate: float = 100.0
     device: str = "cpu"
     dtype: str = "float32"
+    host_budget_bytes: int = 0
 
     def __post_init__(self) -> None:
         self.eos_token_ids = frozenset({self.eos_token})
+        self.loads_begun = threading.Semaphore(0)
+        self.host: dict[str, bytes] = {}
+        self._host_came: list[str] = []
+        self._host_gone: list[str] = []
         self.sequences: dict[int, _Sequence] = {}
         self.adapters: dict[int, bytes] = {}
         self.contents: list[dict[int, int]] = [{} for _ in range(self.total_blocks)]  # offset -> hash, -1 -> slot
@@ -170,7 +176,8 @@ class FakeRunner:
         return StepResult(plan.step, sampled, tuple(broken), compared)
 
     def prepare_adapter(self, slot: int, path: Path, chunk_ids: tuple[int, ...]) -> AdapterLoad:
-        data = path.read_bytes()
+        data = self._read(path)
+        self.loads_begun.release()
         if data.startswith(b"slow"):
             if self.load_gate is None:
                 time.sleep(0.2)
@@ -189,6 +196,28 @@ class FakeRunner:
             for chunk in chunk_ids[:used]:
                 self.contents[chunk] = {-1: slot}
         return AdapterLoad(len(data), used)
+
+    def take_host_changes(self) -> HostChanges:
+        with self._lock:
+            came, gone = list(self._host_came), list(self._host_gone)
+            self._host_came.clear()
+            self._host_gone.clear()
+            return HostChanges(sum(map(len, self.host.values())), tuple(came), tuple(gone))
+
+    def _read(self, path: Path) -> bytes:
+        """Read a file, or its copy on the host; what came first leaves first."""
+        with self._lock:
+            if path.name in self.host:
+                return self.host[path.name]
+        data = path.read_bytes()
+        with self._lock:
+            while self.host and sum(map(len, self.host.values())) + len(data) > self.host_budget_bytes:
+                self._host_gone.append(next(iter(self.host)))
+                del self.host[self._host_gone[-1]]
+            if len(data) <= self.host_budget_bytes:
+                self.host[path.name] = data
+                self._host_came.append(path.name)
+        return data
 
     def release_adapter(self, slot: int) -> None:
         with self._lock:

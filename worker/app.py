@@ -20,18 +20,34 @@ from common.bearer import cluster_guards
 from common.call_interceptor import CallInterceptor
 from common.rpc import Server
 from loraplex.credentials import bearer
+from loraplex.errors import LoraplexError
 from loraplex.manifest import read_manifest
 from loraplex.worker.v1 import worker_pb2
 from loraplex.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
+from worker.adapters.access import AdapterAccess
+from worker.adapters.download import RetryPolicy
+from worker.adapters.places import Places
 from worker.adapters.source import RegistrySource
+from worker.adapters.steering import Steering
 from worker.adapters.store import AdapterStore
+from worker.adapters.versions import Versions
 from worker.admission import Admission
 from worker.engine_client import EngineClient, EnginePatience, EngineState
 from worker.generation import StreamLimits
 from worker.metrics import Metrics, Snapshot
 from worker.service import Parts, ServedBase, WorkerService
 from worker.settings import WorkerSettings
-from worker.status import AdapterStatus, AdapterTable, State, StatusBoard, WorkerStatus, adapter_status, assemble
+from worker.status import (
+    AdapterStatus,
+    AdapterTable,
+    State,
+    StatusBoard,
+    Tier,
+    TierUse,
+    WorkerStatus,
+    adapter_status,
+    assemble,
+)
 from worker.text.model import TextModel
 
 log = structlog.get_logger(__name__)
@@ -59,23 +75,41 @@ class WorkerApp:
         self._on_listening = on_listening
         self._draining = False
         self._base_digest = ""
+        self._clock_offset_s = time.time() - time.monotonic()
         self._seen_frames = 0
         self._seen: object = None
         self._health_due = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         patience = engine_patience or EnginePatience(silence_timeout_s=settings.engine_silence_s)
-        self._engine = EngineClient(self._engine_changed, patience)
+        self._engine = EngineClient(self._engine_changed, patience, self._load_ended)
         self._admission = Admission(settings.max_waiting_requests, self._admission_changed)
         self._board = StatusBoard(self._assemble)
         self._adapters = AdapterTable(self._look_up)
-        self._source = RegistrySource(settings.registry, credentials=bearer(settings.cluster_secret))
+        self._source = RegistrySource(
+            settings.registry,
+            credentials=bearer(settings.cluster_secret),
+            on_reachable=self._source_is_back,
+        )
         self._store = AdapterStore(
             settings.cache_dir / "artifacts",
             self._source,
             budget_bytes=settings.cache_bytes,
-            on_change=self._file_changed,
+            on_change=self._adapter_changed,
             is_on_device=lambda digest: digest in self._engine.adapters,
+            on_fetched=self._fetched,
+            retry=RetryPolicy(stall_s=settings.fetch_stall_s),
+            places=Places(settings.max_fetches),
+        )
+        versions = Versions()
+        self._access = AdapterAccess(self._store, versions, self._adapter_changed)
+        self._steering = Steering(
+            self._engine,
+            self._store,
+            self._access,
+            where=self._where,
+            num_users=self._admission.in_flight,
+            on_change=self._adapter_changed,
         )
         self._activity = Activity()
         self._metrics = Metrics(self._snapshot)
@@ -85,9 +119,13 @@ class WorkerApp:
                 engine=self._engine,
                 admission=self._admission,
                 store=self._store,
+                versions=versions,
+                access=self._access,
+                steering=self._steering,
                 board=self._board,
                 limits=limits or StreamLimits(stall_timeout_s=settings.stream_stall_s),
                 metrics=self._metrics,
+                max_rank=settings.max_rank,
             )
         )
         calls = CallInterceptor(self._metrics.calls, self._activity)
@@ -116,7 +154,7 @@ class WorkerApp:
         log.info("worker.listening", host=settings.host, port=port, worker_id=settings.worker_id)
         self._on_listening(port)
         try:
-            async with self._source, self._store:
+            async with self._source, self._store, self._steering:
                 await self._live(stop)
         finally:
             self._board.end()  # an open status stream would hold the server for the whole grace
@@ -208,13 +246,15 @@ class WorkerApp:
             self._adapters.touch((artifact_digest,))
         self._changed()
 
-    def _file_changed(self, artifact_digest: str) -> None:
+    def _adapter_changed(self, artifact_digest: str) -> None:
         self._adapters.touch((artifact_digest,))
         self._changed()
 
     def _engine_changed(self, artifact_digests: Collection[str]) -> None:
         engine = self._engine
         self._adapters.touch(artifact_digests)
+        if engine.state is not EngineState.READY:
+            self._steering.forget_pins()
         if engine.ready is not None:
             self._admission.engine_ready(engine.ready.max_running_requests)
         if engine.num_frames != self._seen_frames:
@@ -227,6 +267,18 @@ class WorkerApp:
             self._seen = seen
             self._health_due.set()
             self._board.changed()
+
+    def _fetched(self, artifact_digest: str, error: LoraplexError | None) -> None:
+        self._access.fetched(artifact_digest, error)
+
+    def _source_is_back(self) -> None:
+        self._access.quarantine.source_is_back()
+
+    def _load_ended(self, artifact_digest: str, num_bytes: int, seconds: float, error: LoraplexError | None) -> None:
+        if error is None:
+            self._access.loaded(artifact_digest, num_bytes, seconds)
+        else:
+            self._steering.load_failed(artifact_digest, error)
 
     # Status.
 
@@ -258,7 +310,8 @@ class WorkerApp:
             "kv_blocks_in_use": status.kv_blocks,
             "adapter_chunks": status.adapter_chunks,
             "idle_prefix_blocks": status.prefix_blocks,
-            "adapter_references": in_engine + self._store.num_references,
+            "adapter_references": in_engine + self._store.num_references - self._steering.num_leases,
+            "pinned_adapters": self._steering.num_pinned,
             "waiting_requests": status.waiting_requests,
             "running_requests": status.running_requests,
             **held_by(self._activity),
@@ -274,13 +327,22 @@ class WorkerApp:
         )
 
     def _look_up(self, artifact_digest: str) -> AdapterStatus | None:
+        sentence = self._access.quarantine.find(artifact_digest, time.monotonic())
         return adapter_status(
             artifact_digest,
             cached_bytes=self._store.size_bytes(artifact_digest),
             fetching=self._store.is_fetching(artifact_digest),
             in_flight=self._admission.in_flight(artifact_digest),
             held=self._engine.adapters.get(artifact_digest),
+            on_host=artifact_digest in self._engine.on_host,
+            pinned=self._steering.is_pinned(artifact_digest),
+            quarantine=None if sentence is None else (sentence.reason, sentence.end_s + self._clock_offset_s),
         )
+
+    def _where(self, artifact_digest: str) -> Tier | None:
+        """Tell the tier that holds an adapter, None for none."""
+        status = self._look_up(artifact_digest)
+        return None if status is None or status.tier is Tier.SOURCE else status.tier
 
     def _assemble(self, sequence: int) -> WorkerStatus:
         engine, admission = self._engine, self._admission
@@ -295,4 +357,18 @@ class WorkerApp:
             active_choices=admission.active_choices,
             unseen_tokens=admission.unseen_tokens,
             adapters=self._adapters.view(),
+            tiers=self._tiers(),
         )
+
+    def _tiers(self) -> dict[Tier, TierUse]:
+        engine, store, ready = self._engine, self._store, self._engine.ready
+        arena_bytes = 0 if ready is None else ready.total_blocks * ready.chunk_bytes
+        on_device = 0 if engine.status is None else engine.status.adapter_bytes
+        tiers = {
+            Tier.DEVICE: TierUse(on_device, self._settings.max_adapter_bytes or arena_bytes, len(engine.adapters)),
+            Tier.DISK: TierUse(store.cached_bytes, self._settings.cache_bytes, store.num_cached),
+        }
+        if ready is not None and ready.host_budget_bytes:
+            on_host = 0 if engine.status is None else engine.status.host_bytes
+            tiers[Tier.HOST] = TierUse(on_host, ready.host_budget_bytes, len(engine.on_host))
+        return tiers

@@ -25,13 +25,19 @@ from worker.mailbox import (
     Compare,
     Compared,
     EngineStatus,
+    FailedLoad,
     Failure,
+    Load,
     Output,
+    Pin,
     Ready,
     Shutdown,
     StartFailed,
+    Steered,
     Step,
     Submit,
+    Unload,
+    Unpin,
 )
 
 log = structlog.get_logger(__name__)
@@ -72,6 +78,16 @@ class ComparisonOwner(Protocol):
         """Learn that it ended with an error."""
 
 
+class OrderOwner(Protocol):
+    """Who hears that an order was carried out. Called on the event loop, must not block."""
+
+    def on_steered(self, steered: Steered) -> None:
+        """Learn that it is done."""
+
+    def on_failure(self, request_id: int, error: LoraplexError) -> None:
+        """Learn that it will not be done."""
+
+
 @dataclass(frozen=True, slots=True)
 class EnginePatience:
     """How patient the front end is with its engine. Times in seconds."""
@@ -93,14 +109,21 @@ class EngineClient:
     """One engine process after the other.
 
     `on_change` hears of every change of state and every frame, with the artifact digests of the adapters that came,
-    left or changed with it.
+    left or changed with it; `on_load` of the end of each load: of which adapter, its bytes and seconds, and its error.
     """
 
-    def __init__(self, on_change: Callable[[Collection[str]], None], patience: EnginePatience | None = None) -> None:
+    def __init__(
+        self,
+        on_change: Callable[[Collection[str]], None],
+        patience: EnginePatience | None = None,
+        on_load: Callable[[str, int, float, LoraplexError | None], None] = lambda *_: None,
+    ) -> None:
         self._patience = patience or EnginePatience()
         self._on_change = on_change
+        self._on_load = on_load
         self._owners: dict[int, RequestOwner] = {}
         self._comparing: dict[int, ComparisonOwner] = {}
+        self._ordered: dict[int, OrderOwner] = {}
         self._link: EngineLink | None = None
         self._stopping = asyncio.Event()
         self._silence_timer: asyncio.TimerHandle | None = None
@@ -115,6 +138,8 @@ class EngineClient:
         """The last status of the running engine; None before its first."""
         self.adapters: dict[str, AdapterOnDevice] = {}
         """What the running engine holds or is loading, by artifact digest."""
+        self.on_host: set[str] = set()
+        """Artifact digests of what it has in page-locked host memory."""
         self.epoch = secrets.token_hex(8)
         """Another one as soon as an engine, and what it held, is lost."""
         self.step_s = 0.0
@@ -143,7 +168,18 @@ class EngineClient:
         self._comparing[comparison.request_id] = owner
         self._watch_silence()
 
-    def _send(self, message: Submit | Compare) -> None:
+    def order(self, order: Load | Unload | Pin, owner: OrderOwner) -> None:
+        """Give the engine an order; its id is of the same kind as a request's. Raises as `submit`."""
+        self._send(order)
+        self._ordered[order.request_id] = owner
+        self._watch_silence()
+
+    def unpin(self, artifact_digest: str) -> None:
+        """Let an adapter be evicted again; without an engine nothing is pinned."""
+        if self.state is EngineState.READY and self._link is not None:
+            self._link.send(Unpin(artifact_digest))
+
+    def _send(self, message: Submit | Compare | Load | Unload | Pin) -> None:
         if self.state is not EngineState.READY or self._link is None:
             raise self.down_error()
         if self._link.unread_bytes > _MAX_UNREAD_BYTES:
@@ -158,11 +194,12 @@ class EngineClient:
 
     @property
     def num_requests(self) -> int:
-        """Requests and comparisons handed over and not ended."""
-        return len(self._owners) + len(self._comparing)
+        """Requests, comparisons and orders handed over and not ended."""
+        return len(self._owners) + len(self._comparing) + len(self._ordered)
 
-    def _forget(self, request_id: int) -> RequestOwner | ComparisonOwner | None:
-        return self._owners.pop(request_id, None) or self._comparing.pop(request_id, None)
+    def _forget(self, request_id: int) -> RequestOwner | ComparisonOwner | OrderOwner | None:
+        owner = self._owners.pop(request_id, None) or self._comparing.pop(request_id, None)
+        return owner or self._ordered.pop(request_id, None)
 
     def down_error(self) -> EngineDown:
         """Return what a request is told while no engine runs."""
@@ -249,9 +286,17 @@ class EngineClient:
         self._last_frame_s = time.monotonic()
         self.num_frames += 1
         self.status, self.step_s = step.status, step.seconds
-        self.adapters.update((adapter.artifact_digest, adapter) for adapter in step.adapters)
+        for adapter in step.adapters:
+            before = self.adapters.get(adapter.artifact_digest)
+            self.adapters[adapter.artifact_digest] = adapter
+            if not adapter.loading and (before is None or before.loading):
+                self._on_load(adapter.artifact_digest, adapter.device_bytes, adapter.load_s, None)
         for digest in step.gone:
             self.adapters.pop(digest, None)
+        self.on_host.update(step.host)
+        self.on_host.difference_update(step.host_gone)
+        for failed_load in step.failed_loads:
+            self._on_load(failed_load.artifact_digest, 0, 0.0, _error_of(failed_load))
         for output in step.outputs:
             owner = self._owners.get(output.request_id)
             if owner is not None:
@@ -262,21 +307,28 @@ class EngineClient:
             comparing = self._comparing.pop(compared.request_id, None)
             if comparing is not None:
                 comparing.on_compared(compared)
+        for steered in step.steered:
+            ordered = self._ordered.pop(steered.request_id, None)
+            if ordered is not None:
+                ordered.on_steered(steered)
         for failure in step.failures:
             failed = self._forget(failure.request_id)
             if failed is not None:
                 failed.on_failure(failure.request_id, _error_of(failure))
-        self._on_change([*(adapter.artifact_digest for adapter in step.adapters), *step.gone])
+        changed = [adapter.artifact_digest for adapter in step.adapters]
+        self._on_change([*changed, *step.gone, *step.host, *step.host_gone])
 
     def _lose_engine(self) -> None:
         if self._silence_timer is not None:
             self._silence_timer.cancel()
             self._silence_timer = None
         self.num_lost += not self._stopping.is_set()
-        owners: dict[int, RequestOwner | ComparisonOwner] = {**self._owners, **self._comparing}
-        self._owners, self._comparing = {}, {}
+        owners: dict[int, RequestOwner | ComparisonOwner | OrderOwner]
+        owners = {**self._owners, **self._comparing, **self._ordered}
+        self._owners, self._comparing, self._ordered = {}, {}, {}
         self.status = None
-        lost, self.adapters = self.adapters, {}
+        lost = {*self.adapters, *self.on_host}
+        self.adapters, self.on_host = {}, set()
         self.epoch = secrets.token_hex(8)
         self._set_state(EngineState.DOWN, lost)
         for request_id, owner in owners.items():
@@ -313,7 +365,8 @@ class EngineClient:
         self._silence_timer = asyncio.get_running_loop().call_later(left_s, self._check_silence)
 
 
-def _error_of(failure: Failure) -> LoraplexError:
-    error = BY_REASON.get(failure.reason, LoraplexError)(failure.message)
+def _error_of(failure: Failure | FailedLoad) -> LoraplexError:
+    retry_after_s = failure.retry_after_s or None if isinstance(failure, Failure) else None
+    error = BY_REASON.get(failure.reason, LoraplexError)(failure.message, retry_after_s=retry_after_s)
     error.metadata = dict(failure.metadata)
     return error

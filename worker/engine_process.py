@@ -8,11 +8,14 @@ not start (after StartFailed). Torch is imported by the runner alone, here insid
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import gc
+import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +40,10 @@ EXIT_BROKEN: Final = 1
 EXIT_START_FAILED: Final = 3
 _FLUSH_S: Final = 5.0
 _LOADER_JOIN_S: Final = 2.0
+_LOADER_NICENESS: Final = 5
+_SWITCH_S: Final = 0.0005
+"""How long a thread that loads an adapter may keep the interpreter from the one that runs steps, which takes it again a
+few times in each: ten times less than by default."""
 _PR_SET_PDEATHSIG: Final = 1
 _STEP_S: Final = 0.2
 _FEWEST_STEP_TOKENS: Final = 64
@@ -58,6 +65,8 @@ class OpenedRunner(Runner, Protocol):
     adapter_chunk_bytes: int
     """Bytes of a chunk that an adapter can use; 0 where adapters live outside the arena."""
     eos_token_ids: frozenset[int]
+    host_budget_bytes: int
+    """Bytes that adapters may take in page-locked host memory; 0 where there is no such tier."""
 
     def calibrate(self) -> tuple[float, float]:
         """Measure prefill and decode speed, in tokens per second."""
@@ -80,6 +89,7 @@ class EngineOptions:
     max_resident_adapters: int
     max_adapter_bytes: int | None
     max_vocabulary_bytes: int
+    host_cache_bytes: int | None
     max_prefill_tokens: int | None
     max_adapter_wait_s: float
     mixed_batch_ratio: float
@@ -106,6 +116,7 @@ def parse_options(argv: Sequence[str]) -> EngineOptions:
     parser.add_argument("--max-resident-adapters", type=_positive, default=32)
     parser.add_argument("--max-adapter-bytes", type=_positive, default=None, help="default: bound by slots and arena")
     parser.add_argument("--max-vocabulary-bytes", type=_positive, default=2**30, help="adapters' embeddings, heads")
+    parser.add_argument("--host-cache-bytes", type=_whole, default=None, help="default: the runner decides")
     parser.add_argument("--max-prefill-tokens", type=_positive, default=None, help="default: a step of 0.2 s")
     parser.add_argument("--max-adapter-wait-s", type=float, default=2.0, help="how long one may be overtaken")
     parser.add_argument("--mixed-batch-ratio", type=float, default=1.0, help="share that runs with mixed adapters")
@@ -131,7 +142,7 @@ def run_engine(options: EngineOptions, open_runner: Callable[[EngineOptions], Op
         runner, config, ready = started
         inbox.send(ready)
         rates = StepRates(ready.prefill_tokens_per_second, ready.decode_tokens_per_second)
-        loader = Loader(runner.prepare_adapter, inbox.wake)
+        loader = Loader(runner.prepare_adapter, inbox.wake, on_start=yield_to_steps)
         try:
             ahead = runner.device != "cpu" if options.async_scheduling is None else options.async_scheduling
             scheduler = Scheduler(config, rates)
@@ -173,6 +184,8 @@ def _start(
         decode_tokens_per_second=decode,
         max_running_requests=config.max_running_requests,
         base_quantization=options.base_quantization,
+        chunk_bytes=config.chunk_bytes,
+        host_budget_bytes=runner.host_budget_bytes,
     )
     return runner, config, ready
 
@@ -217,8 +230,19 @@ def describe(error: Exception) -> Problem:
     return Problem("INTERNAL", "the adapter could not be loaded; the worker's log says why")
 
 
+def yield_to_steps() -> None:
+    """Have the calling thread take a core from the threads of steps for less than its share: answers go on meanwhile.
+
+    Where a core is idle, as it mostly is while few requests run, this costs a load nothing.
+    """
+    with contextlib.suppress(OSError):  # what the system does not allow is no reason to load nothing
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), own + _LOADER_NICENESS)
+
+
 def prepare_process(options: EngineOptions) -> None:
     """Make this process live and die with the front end, and log as it does."""
+    sys.setswitchinterval(_SWITCH_S)
     configure_logs("engine", level=options.log_level, log_format=options.log_format)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front end decides
     if sys.platform == "linux":
@@ -246,7 +270,12 @@ def _open_model_runner(options: EngineOptions) -> OpenedRunner:
         threads=options.threads or usable_cores(),
         cuda_graphs=options.cuda_graphs,
         max_vocabulary_bytes=options.max_vocabulary_bytes,
+        host_cache_bytes=options.host_cache_bytes,
     )
+
+
+def _whole(text: str) -> int:
+    return 0 if text == "0" else _positive(text)
 
 
 def _positive(text: str) -> int:

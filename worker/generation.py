@@ -87,8 +87,6 @@ class Generation:
         self._error: LoraplexError | None = None
         self._wake = asyncio.Event()
         self._closed = False
-        self.on_failure_reason: Callable[[str], None] = lambda _: None
-        """Hears the reason of an engine failure, before the stream does."""
 
     def submit(self, make: Callable[[int, int], Submit]) -> None:
         """Hand all choices to the engine; `make(index, request_id)` builds each. Raises EngineDown or QueueFull."""
@@ -125,7 +123,6 @@ class Generation:
     def on_failure(self, request_id: int, error: LoraplexError) -> None:
         """End the stream with the engine's error; the other choices are stopped."""
         self._by_request.pop(request_id, None)
-        self.on_failure_reason(error.reason)
         self.fail(error)
 
     def fail(self, error: LoraplexError) -> None:
@@ -134,6 +131,11 @@ class Generation:
             self._error = error
             self._release()
             self._wake.set()
+
+    def give_up_waiting(self, error: LoraplexError) -> None:
+        """End the stream with an error if nothing has come yet."""
+        if not any(choice.first_token_s for choice in self._choices):
+            self.fail(error)
 
     def close(self) -> None:
         """Give back everything; the stream has ended or nobody reads it any more. Harmless twice."""

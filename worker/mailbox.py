@@ -7,6 +7,7 @@ one engine process. The front end expands `n` choices into `n` requests with dis
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Final
 
 import msgspec
@@ -73,6 +74,45 @@ class Compare(msgspec.Struct, frozen=True, tag=True, array_like=True):
     tenant: str
 
 
+class Urgency(IntEnum):
+    """Why an adapter is wanted on the device without a request: the lower goes first, and all behind requests."""
+
+    ASKED = 0
+    """Somebody waits for it to be there."""
+    PINNED = 1
+    AHEAD = 2
+    """For requests that may come: dropped where there is no room beside what is in use."""
+
+
+class Load(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Bring an adapter to the device; `Steered` or a `Failure` answers. Its id is of the same kind as a Submit's."""
+
+    request_id: int
+    adapter: AdapterFile
+    urgency: Urgency = Urgency.ASKED
+
+
+class Unload(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Take an adapter off the device; answered by `Steered` once it is gone, by a `Failure` where it is in use."""
+
+    request_id: int
+    artifact_digest: str
+
+
+class Pin(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Never evict an adapter of so many bytes, there or not yet; `Steered` or a `Failure` answers. It loads nothing."""
+
+    request_id: int
+    artifact_digest: str
+    artifact_bytes: int
+
+
+class Unpin(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Let an adapter be evicted again; no event answers it, and one that is not pinned is ignored."""
+
+    artifact_digest: str
+
+
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Stop requests and free what they hold within one step; unknown ids are ignored. No event answers it."""
 
@@ -83,7 +123,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Leave the loop and exit 0. A closed mailbox means the same."""
 
 
-ToEngine = Submit | Compare | Abort | Shutdown
+ToEngine = Submit | Compare | Load | Unload | Pin | Unpin | Abort | Shutdown
 
 
 # Engine to front end.
@@ -103,6 +143,10 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     max_running_requests: int
     base_quantization: str = "none"
     """How the base's matrices are kept; see worker.settings."""
+    chunk_bytes: int = 0
+    """Bytes of a block."""
+    host_budget_bytes: int = 0
+    """Bytes that adapters may take in page-locked host memory; 0 where there is no such tier."""
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -132,6 +176,8 @@ class Timing(msgspec.Struct, frozen=True, array_like=True):
     """From arrival until a load that the request waited for was done; 0 where there was none."""
     cached_tokens: int = 0
     """Prompt tokens that were not computed: their KV was in the prefix cache."""
+    adapter_on_host: bool = False
+    """The adapter was in page-locked host memory when the request came."""
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):
@@ -157,10 +203,29 @@ class Compared(msgspec.Struct, frozen=True, array_like=True):
     """KL(exact || measured) in nats, 0 or more."""
 
 
+class Steered(msgspec.Struct, frozen=True, array_like=True):
+    """A Load, Unload or Pin is done."""
+
+    request_id: int
+    was_on_device: bool
+    """The adapter was on the device when it was asked for."""
+
+
 class Failure(msgspec.Struct, frozen=True, array_like=True):
     """A request that ends with an error of loraplex.errors, by its reason."""
 
     request_id: int
+    reason: str
+    message: str
+    metadata: dict[str, str] = {}
+    retry_after_s: float = 0.0
+    """When trying again may help; 0 where nobody knows."""
+
+
+class FailedLoad(msgspec.Struct, frozen=True, array_like=True):
+    """An adapter that could not be brought to the device, whoever wanted it; reasons are those of a Failure."""
+
+    artifact_digest: str
     reason: str
     message: str
     metadata: dict[str, str] = {}
@@ -173,6 +238,8 @@ class AdapterOnDevice(msgspec.Struct, frozen=True, array_like=True):
     loading: bool
     in_flight: int
     device_bytes: int
+    load_s: float = 0.0
+    """What its load took, once it is there."""
 
 
 class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
@@ -195,6 +262,12 @@ class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
     """Times a running request had to stop and be recomputed, since the start."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache, since the start."""
+    pinned_chunks: int = 0
+    """Chunks of adapters that are pinned, of `adapter_chunks`."""
+    adapter_bytes: int = 0
+    """Device bytes of all adapters, those being loaded included."""
+    host_bytes: int = 0
+    """Bytes of adapters in page-locked host memory."""
 
 
 class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -215,6 +288,11 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
     seconds: float = 0.0
     """From the beginning of the schedule to the end of the update; 0 where no step was computed."""
     compared: tuple[Compared, ...] = ()
+    steered: tuple[Steered, ...] = ()
+    failed_loads: tuple[FailedLoad, ...] = ()
+    host: tuple[str, ...] = ()
+    """Artifact digests of adapters that came into page-locked host memory."""
+    host_gone: tuple[str, ...] = ()
 
 
 FromEngine = Ready | StartFailed | Step

@@ -21,6 +21,7 @@ from loraplex.worker.v1.worker_pb2 import (
     AdapterResidency,
     EvaluateAdapterResponse,
     GenerateResponse,
+    TierUse,
     WatchStatusResponse,
     WorkerState,
 )
@@ -36,11 +37,13 @@ _STATES: Final = {
     State.NOT_SERVING: WorkerState.WORKER_STATE_NOT_SERVING,
     State.DRAINING: WorkerState.WORKER_STATE_DRAINING,
 }
-_TIERS: Final = {
+TIERS: Final = {
     Tier.DEVICE: AdapterTier.ADAPTER_TIER_DEVICE,
+    Tier.HOST: AdapterTier.ADAPTER_TIER_HOST,
     Tier.DISK: AdapterTier.ADAPTER_TIER_DISK,
     Tier.SOURCE: AdapterTier.ADAPTER_TIER_SOURCE,
 }
+_TIER_FIELDS: Final = {"device_tier": Tier.DEVICE, "host_tier": Tier.HOST, "disk_tier": Tier.DISK}
 _SCALARS: Final = (
     "running_requests",
     "waiting_requests",
@@ -86,7 +89,9 @@ def choice_end_message(end: ChoiceEnd) -> GenerateResponse:
 
 def tier_of(timing: Timing, *, fetched: bool) -> Tier:
     """Return where a request found its adapter."""
-    return Tier.SOURCE if fetched else Tier.DEVICE if timing.adapter_on_device else Tier.DISK
+    if fetched:
+        return Tier.SOURCE
+    return Tier.DEVICE if timing.adapter_on_device else Tier.HOST if timing.adapter_on_host else Tier.DISK
 
 
 def serving_facts(
@@ -107,7 +112,7 @@ def serving_facts(
     facts = ServingFacts(base_digest=base_digest, base_quantization=base_quantization, worker_id=worker_id)
     if digests is not None:
         facts.version_digest, facts.artifact_digest = digests
-        facts.tier_hit = _TIERS[tier_of(timing, fetched=fetched)]
+        facts.tier_hit = TIERS[tier_of(timing, fetched=fetched)]
     for duration, seconds in (
         (facts.queue_time, max(0.0, timing.queue_s - fetch_s)),
         (facts.adapter_load_time, timing.adapter_load_s + fetch_s),
@@ -146,6 +151,10 @@ def status_message(previous: WorkerStatus | None, status: WorkerStatus) -> Watch
         value = getattr(status, name)
         if full or getattr(previous, name) != value:
             setattr(message, name, value)
+    for name, tier in _TIER_FIELDS.items():
+        use = status.tiers.get(tier)
+        if use is not None and (full or previous is None or previous.tiers.get(tier) != use):
+            getattr(message, name).CopyFrom(TierUse(**asdict(use)))
     known = {} if full or previous is None else previous.adapters
     if status.adapters is not known:
         # Unchanged adapters are the same objects, of which there may be thousands.
@@ -159,10 +168,15 @@ def status_message(previous: WorkerStatus | None, status: WorkerStatus) -> Watch
 
 
 def _residency(adapter: AdapterStatus) -> AdapterResidency:
-    return AdapterResidency(
+    residency = AdapterResidency(
         artifact_digest=adapter.artifact_digest,
-        tier=_TIERS[adapter.tier],
+        tier=TIERS[adapter.tier],
         loading=adapter.loading,
+        pinned=adapter.pinned,
         in_flight=adapter.in_flight,
         artifact_bytes=adapter.artifact_bytes,
     )
+    if adapter.quarantine_reason:
+        residency.quarantine_reason = adapter.quarantine_reason
+        residency.quarantine_end_time.FromNanoseconds(int(adapter.quarantine_end_s * 1e9))
+    return residency

@@ -184,6 +184,11 @@ class Metrics:
         yield _gauge("resident_adapter_bytes", "Device bytes of adapters", snapshot.resident_bytes)
         yield _gauge("cached_adapters", "Adapters on the device or on the disk", len(tiers) - tiers.count(Tier.SOURCE))
         yield _gauge("cache_bytes", "Bytes of adapters cached on the disk", snapshot.cached_bytes)
+        yield from _tiers(status)
+        adapters = status.adapters.values()
+        yield _gauge("pinned_adapters", "Adapters kept whatever the demand", sum(each.pinned for each in adapters))
+        refused = sum(bool(each.quarantine_reason) for each in adapters)
+        yield _gauge("quarantined_adapters", "Adapters that failed and are refused for a while", refused)
         state = GaugeMetricFamily("loraplex_worker_state", "1 for the state the worker is in", labels=["state"])
         for each in State:
             state.add_metric([each.value], each is status.state)
@@ -210,6 +215,20 @@ def _gauge(name: str, meaning: str, value: float) -> Metric:
 
 def _count(name: str, meaning: str, value: float) -> Metric:
     return CounterMetricFamily(f"loraplex_worker_{name}", meaning, value)
+
+
+def _tiers(status: WorkerStatus) -> Iterator[Metric]:
+    """Yield how full each tier is that the worker has."""
+    figures = {
+        "bytes": ("Bytes of adapters by tier", "used_bytes"),
+        "budget_bytes": ("Most bytes of adapters by tier", "budget_bytes"),
+        "adapters": ("Adapters by tier", "num_adapters"),
+    }
+    for name, (meaning, attribute) in figures.items():
+        family = GaugeMetricFamily(f"loraplex_worker_tier_{name}", meaning, labels=["tier"])
+        for tier, use in status.tiers.items():
+            family.add_metric([tier.value], getattr(use, attribute))
+        yield family
 
 
 def _arena(status: WorkerStatus) -> Metric:

@@ -23,6 +23,8 @@ class CheckedAdapter:
 
     version_digest: str
     artifact_digest: str
+    artifact_bytes: int = 0
+    """As far as the router knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +45,15 @@ class CheckedRequest:
     sampling: CheckedSampling
 
 
-def check_request(request: GenerateRequest, *, base_digest: str, vocab_size: int) -> CheckedRequest:
+def check_request(
+    request: GenerateRequest, *, base_digest: str, vocab_size: int, max_rank: int | None = None
+) -> CheckedRequest:
     """Check a request. Raises InvalidRequest and its kinds, naming the field, or BaseMismatch."""
     for field, value in (("request_id", request.request_id), ("tenant", request.tenant)):
         if len(value) > MAX_ID_CHARS:
             raise InvalidRequest(f"{field} has {len(value)} characters; give at most {MAX_ID_CHARS}", field=field)
-    _check_digest("base_digest", request.base_digest)
-    if request.base_digest != base_digest:
-        raise BaseMismatch(
-            f"the request was resolved against base model {request.base_digest[:12]}, this worker serves "
-            f"{base_digest[:12]}; register the base that the workers serve, or start workers for this one",
-            field="base_digest",
-            expected=base_digest,
-            got=request.base_digest,
-        )
-    adapter = _check_adapter(request.adapter) if request.HasField("adapter") else None
+    check_base(request.base_digest, base_digest)
+    adapter = check_adapter(request.adapter, max_rank) if request.HasField("adapter") else None
     return CheckedRequest(
         request_id=request.request_id,
         tenant=request.tenant or DEFAULT_TENANT,
@@ -67,19 +63,41 @@ def check_request(request: GenerateRequest, *, base_digest: str, vocab_size: int
     )
 
 
-def _check_digest(field: str, digest: str) -> None:
+def check_base(asked: str, served: str) -> None:
+    """Check the base digest of a request. Raises InvalidRequest or BaseMismatch."""
+    check_digest("base_digest", asked)
+    if asked != served:
+        raise BaseMismatch(
+            f"the request was resolved against base model {asked[:12]}, this worker serves {served[:12]}; register the "
+            "base that the workers serve, or start workers for this one",
+            field="base_digest",
+            expected=served,
+            got=asked,
+        )
+
+
+def check_digest(field: str, digest: str) -> None:
+    """Check the form of a digest. Raises InvalidRequest, naming the field."""
     if not is_digest(digest):
         raise InvalidRequest(f"{field} is no digest; give 64 lower-case hex digits (SHA-256)", field=field)
 
 
-def _check_adapter(adapter: ResolvedAdapter) -> CheckedAdapter:
-    _check_digest("adapter.version_digest", adapter.version_digest)
-    _check_digest("adapter.artifact_digest", adapter.artifact_digest)
+def check_adapter(adapter: ResolvedAdapter, max_rank: int | None = None) -> CheckedAdapter:
+    """Check the adapter of a request. Raises InvalidRequest or UnsupportedAdapter, naming the field."""
+    check_digest("adapter.version_digest", adapter.version_digest)
+    check_digest("adapter.artifact_digest", adapter.artifact_digest)
     if adapter.format not in FORMATS:
         raise UnsupportedAdapter(
             f"adapter.format is {adapter.format!r}; this worker reads {', '.join(FORMATS)}", field="adapter.format"
         )
-    return CheckedAdapter(adapter.version_digest, adapter.artifact_digest)
+    if max_rank is not None and adapter.rank > max_rank:
+        raise UnsupportedAdapter(
+            f"the adapter has rank {adapter.rank}, this worker takes at most {max_rank}; register it with a lower "
+            "rank, or raise max_rank",
+            field="adapter.rank",
+            limit=max_rank,
+        )
+    return CheckedAdapter(adapter.version_digest, adapter.artifact_digest, adapter.artifact_bytes)
 
 
 def _check_input(request: GenerateRequest, vocab_size: int) -> str | Conversation | tuple[int, ...]:

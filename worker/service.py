@@ -1,4 +1,4 @@
-"""The gRPC face of a worker: Generate, EvaluateAdapter and WatchStatus.
+"""The gRPC face of a worker: Generate, EvaluateAdapter and WatchStatus; the RPCs that steer adapters are beside it.
 
 Wires one RPC through validation, admission, text, adapter and engine, and turns what comes back into messages. Owns no
 state but whether the worker takes requests.
@@ -16,7 +16,7 @@ import structlog
 from grpc import aio
 
 from common import tracing
-from loraplex.errors import ArtifactUnreachable, DeadlineExceeded, Draining, EngineDown, LoraplexError
+from loraplex.errors import DeadlineExceeded, Draining, EngineDown, LoraplexError
 from loraplex.metadata_keys import STATUS_SEQUENCE_KEY
 from loraplex.worker.v1.worker_pb2 import (
     EvaluateAdapterRequest,
@@ -26,12 +26,13 @@ from loraplex.worker.v1.worker_pb2 import (
     WatchStatusRequest,
     WatchStatusResponse,
 )
-from loraplex.worker.v1.worker_pb2_grpc import WorkerServiceServicer
 from worker import mailbox
+from worker.adapter_service import AdapterService
+from worker.adapters.access import AdapterAccess
+from worker.adapters.steering import Steering
 from worker.adapters.store import AdapterStore, Lease
-from worker.adapters.versions import UNREADABLE_FILE, Versions
+from worker.adapters.versions import Versions
 from worker.admission import Admission, Ticket
-from worker.deadline import time_to_wait
 from worker.engine_client import EngineClient, EngineState
 from worker.evaluation.evaluator import Evaluator
 from worker.evaluation.requests import check_evaluation
@@ -74,15 +75,19 @@ class Parts:
     engine: EngineClient
     admission: Admission
     store: AdapterStore
+    versions: Versions
+    access: AdapterAccess
+    steering: Steering
     board: StatusBoard
     limits: StreamLimits
     metrics: Metrics
+    max_rank: int | None = None
 
 
 class _Held:
     """What one RPC holds, given back once, whoever notices its end first."""
 
-    __slots__ = ("cut", "generation", "lease", "observation", "task", "ticket")
+    __slots__ = ("cut", "generation", "lease", "limit", "observation", "task", "ticket")
 
     def __init__(self, ticket: Ticket, observation: Observation) -> None:
         self.ticket = ticket
@@ -91,8 +96,11 @@ class _Held:
         self.cut: LoraplexError | None = None
         self.lease: Lease | None = None
         self.generation: Generation | None = None
+        self.limit: asyncio.TimerHandle | None = None
 
     def close(self) -> None:
+        if self.limit is not None:
+            self.limit.cancel()
         if self.generation is not None:
             self.generation.close()
         if self.lease is not None:
@@ -109,16 +117,16 @@ class _Held:
             self.task.cancel()
 
 
-class WorkerService(WorkerServiceServicer):
+class WorkerService(AdapterService):
     """Serves routers. Takes requests once `open` was called, until `refuse`."""
 
     def __init__(self, parts: Parts) -> None:
+        super().__init__(parts.steering, parts.max_rank)
         self._parts = parts
         self._base: ServedBase | None = None
         self._refusal: Callable[[], LoraplexError] | None = None
         self._held: set[_Held] = set()
-        self._versions = Versions()
-        self._evaluator = Evaluator(parts.engine, parts.admission, parts.store, self._versions)
+        self._evaluator = Evaluator(parts.engine, parts.admission, parts.store, parts.versions)
 
     def open(self, base: ServedBase) -> None:
         """Serve this base model, whenever the engine is ready."""
@@ -128,6 +136,7 @@ class WorkerService(WorkerServiceServicer):
         """Answer every new request with Draining, and give up an evaluation, which nobody waits for in haste."""
         self._refusal = lambda: Draining("the worker is draining; another worker may take the request")
         self._evaluator.cut(self._refusal())
+        self._parts.steering.stop()
 
     def cut_all(self) -> None:
         """End the streams that are still open, with Draining."""
@@ -140,7 +149,7 @@ class WorkerService(WorkerServiceServicer):
         """Generate text: see worker.proto."""
         arrival_s = time.monotonic()
         base, ready = self._serving()
-        checked = check_request(request, base_digest=base.digest, vocab_size=ready.vocab_size)
+        checked = check_request(request, base_digest=base.digest, vocab_size=ready.vocab_size, max_rank=self._max_rank)
         describe_request(checked, base.digest)
         remaining_s = context.time_remaining()
         if remaining_s is not None and remaining_s <= 0:
@@ -191,11 +200,11 @@ class WorkerService(WorkerServiceServicer):
         fetch_s = 0.0
         if adapter is not None:
             asked_s = time.monotonic()
+            parts.steering.check_deadline(adapter, context.time_remaining())
             with tracing.span("adapter.fetch") as span:
-                held.lease = await self._acquire(adapter.artifact_digest, context.time_remaining())
+                held.lease = await parts.access.acquire(adapter, context.time_remaining())
                 span.set_attribute("loraplex.adapter.fetched", held.lease.fetched)
-            fetch_s = time.monotonic() - asked_s if held.lease.fetched else 0.0
-            await self._versions.check(held.lease.file, adapter.version_digest)
+            fetch_s = time.monotonic() - asked_s if held.lease.waited else 0.0
 
         lease = held.lease
         seed = secrets.randbits(SEED_BITS) if sampling.seed is None else sampling.seed
@@ -213,11 +222,11 @@ class WorkerService(WorkerServiceServicer):
 
         choices = [ChoiceText(base.text.vocabulary, sampling.stop, sampling.min_tokens) for _ in range(sampling.n)]
         generation = held.generation = Generation(parts.engine, held.ticket, choices, parts.limits)
-        if adapter is not None:
-            generation.on_failure_reason = lambda reason: self._doubt(adapter.artifact_digest, reason)
         held.observation.prompt(len(prompt))
         with EngineTrace(arrival_s, generation.timing_so_far) as engine:
             generation.submit(make)  # in here: the engine may begin before this thread goes on
+            if adapter is not None:
+                held.limit = parts.steering.limit_wait(generation, adapter, context.time_remaining())
             async for event in generation.events():
                 if isinstance(event, TextDelta):
                     held.observation.tokens(len(event.token_ids))
@@ -272,19 +281,6 @@ class WorkerService(WorkerServiceServicer):
             yield status_message(previous, status)
             previous = status
 
-    async def _acquire(self, artifact_digest: str, remaining_s: float | None) -> Lease:
-        """Lease an adapter's file, leaving time to say so where it does not come before the caller's deadline."""
-        within_s = None if remaining_s is None else time_to_wait(remaining_s)
-        try:
-            async with asyncio.timeout(within_s):
-                return await self._parts.store.acquire(artifact_digest)
-        except TimeoutError:
-            raise ArtifactUnreachable(
-                f"adapter artifact {artifact_digest[:12]} is not cached here and did not come within the request's "
-                "deadline; try again later",
-                artifact_digest=artifact_digest,
-            ) from None
-
     def _serving(self) -> tuple[ServedBase, mailbox.Ready]:
         """Return what serves. Raises Draining, or EngineDown while nothing does."""
         if self._refusal is not None:
@@ -296,9 +292,9 @@ class WorkerService(WorkerServiceServicer):
             raise engine.down_error()
         return self._base, engine.ready
 
-    def _doubt(self, artifact_digest: str, reason: str) -> None:
-        if reason in UNREADABLE_FILE:
-            self._parts.store.distrust(artifact_digest)
+    def _served_base(self) -> str:
+        base, _ = self._serving()
+        return base.digest
 
 
 async def _tokenize(checked: CheckedRequest, text: TextModel, *, limit: int) -> tuple[int, ...]:

@@ -33,6 +33,17 @@ class WorkerSettings(AdminSettings):
     registry: Address = Field("127.0.0.1:50051", description="HOST:PORT of the registry")
     cache_dir: Path = Field(description="folder for cached adapters; each worker needs its own")
     cache_bytes: Count = Field(8 * 2**30, description="most bytes of adapters cached on disk")
+    host_cache_bytes: Annotated[int, Field(ge=0)] | None = Field(
+        None,
+        description="on a GPU, bytes of page-locked host memory that keep adapters which left the device (default: a "
+        "tenth of the free memory, 8 GiB at most); on a CPU the cached files are mapped, and there is no such tier",
+    )
+    max_fetches: Count = Field(
+        8, description="adapters fetched at a time; one that stands still for 2 s gives its place to the next"
+    )
+    fetch_stall_s: Annotated[float, Field(gt=0, le=86_400)] = Field(
+        60.0, description="seconds without a byte after which fetching an adapter is given up"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
@@ -57,6 +68,7 @@ class WorkerSettings(AdminSettings):
     max_vocabulary_bytes: Count = Field(
         2**30, description="bytes of adapters' own embeddings and heads, which lie on the device beside the arena"
     )
+    max_rank: Count = Field(256, description="largest rank of an adapter; requests for others are refused")
     max_adapter_wait_s: Seconds = Field(
         2.0, description="seconds a request that waits for adapter or memory may be overtaken by later ones"
     )
@@ -104,6 +116,7 @@ class WorkerSettings(AdminSettings):
             "max-resident-adapters": self.max_resident_adapters,
             "max-adapter-bytes": self.max_adapter_bytes,
             "max-vocabulary-bytes": self.max_vocabulary_bytes,
+            "host-cache-bytes": self.host_cache_bytes,
             "max-adapter-wait-s": self.max_adapter_wait_s,
             "max-prefill-tokens": self.max_prefill_tokens,
             "mixed-batch-ratio": self.mixed_batch_ratio,

@@ -31,6 +31,7 @@ class Tier(Enum):
     """Where an adapter is; the fastest tier that holds it whole."""
 
     DEVICE = "device"
+    HOST = "host"
     DISK = "disk"
     SOURCE = "source"
 
@@ -44,6 +45,20 @@ class AdapterStatus:
     loading: bool
     in_flight: int
     artifact_bytes: int
+    pinned: bool = False
+    quarantine_reason: str = ""
+    """Why requests for it are refused for now; empty where they are not."""
+    quarantine_end_s: float = 0.0
+    """Until when, in seconds since the epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierUse:
+    """How full a tier is."""
+
+    used_bytes: int
+    budget_bytes: int
+    num_adapters: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,29 +91,42 @@ class WorkerStatus:
     num_preempted: int = 0
     num_cached_tokens: int = 0
     adapters: Mapping[str, AdapterStatus] = field(default_factory=dict)
+    tiers: Mapping[Tier, TierUse] = field(default_factory=dict)
 
 
 _UNKNOWN: Final = EngineStatus(0, 0, 0, 0, 0.0, 0.0)
 
 
 def adapter_status(
-    artifact_digest: str, *, cached_bytes: int | None, fetching: bool, in_flight: int, held: AdapterOnDevice | None
+    artifact_digest: str,
+    *,
+    cached_bytes: int | None,
+    fetching: bool,
+    in_flight: int,
+    held: AdapterOnDevice | None,
+    on_host: bool = False,
+    pinned: bool = False,
+    quarantine: tuple[str, float] | None = None,
 ) -> AdapterStatus | None:
-    """Return where an adapter is, or None if it is neither on the disk nor on the device, on its way or asked for.
+    """Return where an adapter is, or None if it is neither on the disk nor on the device, and nobody wants it.
+
+    `quarantine` is why it is refused and until when, in seconds since the epoch.
 
     `cached_bytes` is its size on the disk, None where it is not there; `held` what the engine says of it. One that the
     engine is still loading counts as on the disk.
     """
-    if cached_bytes is None and held is None and not (fetching or in_flight):
+    if cached_bytes is None and held is None and not (on_host or fetching or in_flight or pinned or quarantine):
         return None
     if held is not None and not held.loading:
         tier, loading = Tier.DEVICE, False
+    elif on_host:
+        tier, loading = Tier.HOST, held is not None
     elif held is not None or cached_bytes is not None:
         tier, loading = Tier.DISK, held is not None
     else:
         tier, loading = Tier.SOURCE, fetching
     size = cached_bytes if cached_bytes is not None else held.device_bytes if held is not None else 0
-    return AdapterStatus(artifact_digest, tier, loading, in_flight, size)
+    return AdapterStatus(artifact_digest, tier, loading, in_flight, size, pinned, *(quarantine or ("", 0.0)))
 
 
 class AdapterTable:
@@ -140,6 +168,7 @@ def assemble(
     active_choices: int,
     unseen_tokens: int,
     adapters: Mapping[str, AdapterStatus],
+    tiers: Mapping[Tier, TierUse] | None = None,
 ) -> WorkerStatus:
     """Return the whole status from what the front end and the engine know.
 
@@ -171,6 +200,7 @@ def assemble(
         num_preempted=engine.num_preempted if engine is not None else 0,
         num_cached_tokens=engine.num_cached_tokens if engine is not None else 0,
         adapters=adapters,
+        tiers=tiers or {},
     )
 
 

@@ -252,13 +252,18 @@ async def test_who_leaves_during_the_download_ends_it(front: Front, artifacts: A
         assert digest not in status["adapters"]
 
 
-async def test_an_adapter_the_engine_finds_corrupt_is_told_and_verified_again(front: Front, artifacts: ArtifactServer):
+async def test_an_adapter_the_engine_finds_corrupt_is_told_and_refused_for_a_while(
+    front: Front, artifacts: ArtifactServer
+):
     digest = artifacts.add(b"corrupt in the engine's eyes")
     answer = await front.generate(front.request(artifact=digest))
     assert answer.error is not None
     assert answer.error.reason == "CORRUPT_ARTIFACT"
-    assert front.app._store._cached[digest].verified is False
-    await front.status_where(idle)
+    status = await front.status_where(
+        lambda fields: idle(fields) and fields["adapters"][digest].quarantine_reason == "CORRUPT_ARTIFACT"
+    )
+    assert status["adapters"][digest].tier == AdapterTier.ADAPTER_TIER_DISK
+    assert artifacts.opened[digest] == 1
 
 
 async def test_a_failing_step_fails_its_request_only_with_an_opaque_error(front: Front):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -62,11 +62,13 @@ class DeviceAdapters:
         num_slots: int,
         placement: Placer | None = None,
         vocabulary: VocabularyMemory | None = None,
+        open_file: Callable[[Path], PackedAdapter] = open_packed,
     ) -> None:
-        """`placement` is the backend's; without one tiles are found by records.
+        """`placement` is the backend's; without one tiles are found by records. `open_file` reads a packed file.
 
         Without `vocabulary` the base's embedding and head are nothing that an adapter can change.
         """
+        self._open_file = open_file
         self._base, self._arena, self._num_slots = base, arena, num_slots
         self._vocabulary = vocabulary
         self._placement = RecordPlacer(arena) if placement is None else placement
@@ -112,7 +114,7 @@ class DeviceAdapters:
         return placement.carry_out(plan, form.version_digest, file, chunk_ids)
 
     def _load_new(self, slot: int, path: Path, chunk_ids: Sequence[int]) -> PlacedAdapter:
-        packed = open_packed(path)
+        packed = self._open_file(path)
         modules = self._modules(packed, path)
         vocabulary = None if self._vocabulary is None else self._vocabulary.load(packed, path.name)
         try:

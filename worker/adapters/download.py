@@ -30,10 +30,11 @@ _RNG: Final = random.Random()  # noqa: S311 - spreads load, no secret
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Tries in a row without a byte of progress, and the pauses between them."""
+    """How long to try without a byte of progress: how many times in a row, with which pauses, for how many seconds."""
 
     tries: int = 6
     backoff: Backoff = _BACKOFF
+    stall_s: float = 60.0
 
 
 class Partial:
@@ -84,15 +85,39 @@ async def download(
     *,
     reserve: Callable[[int], Awaitable[None]],
     retry: RetryPolicy,
+    on_bytes: Callable[[], None] = lambda: None,
 ) -> Partial:
     """Fetch an artifact into `scratch`; returns it sealed and verified, for the caller to give it its place.
 
-    `reserve` is told the size once, before the first byte is written, and may wait or raise. Raises ArtifactNotFound,
-    ArtifactUnreachable after the last try, CorruptArtifact, OSError, or whatever `reserve` raises.
+    `reserve` is told the size once, before the first byte is written, and may wait or raise; `on_bytes` hears that
+    bytes came. Raises ArtifactNotFound, ArtifactUnreachable after the last try or a stall, CorruptArtifact, OSError, or
+    whatever `reserve` raises.
     """
     partial = Partial(scratch)
     try:
-        await _receive(source, artifact_digest, partial, reserve, retry)
+        stalled = asyncio.timeout(retry.stall_s)
+
+        async def reserve_in_peace(size_bytes: int) -> None:
+            stalled.reschedule(None)
+            await reserve(size_bytes)
+            got_on()
+
+        def got_on() -> None:
+            stalled.reschedule(asyncio.get_running_loop().time() + retry.stall_s)
+            on_bytes()
+
+        try:
+            async with stalled:
+                await _receive(source, artifact_digest, partial, reserve_in_peace, retry, got_on)
+        except TimeoutError as error:
+            if not stalled.expired():
+                raise
+            raise ArtifactUnreachable(
+                f"adapter artifact {artifact_digest[:12]} is not cached here and its source sent nothing for "
+                f"{retry.stall_s:g} s; try again later",
+                artifact_digest=artifact_digest,
+                retry_after_s=retry.backoff.longest_s,
+            ) from error
         _check_digest(partial, artifact_digest)
         await asyncio.to_thread(partial.seal)
     except BaseException:
@@ -107,6 +132,7 @@ async def _receive(
     partial: Partial,
     reserve: Callable[[int], Awaitable[None]],
     retry: RetryPolicy,
+    got_on: Callable[[], None],
 ) -> None:
     size_bytes: int | None = None
     failures = 0
@@ -123,6 +149,7 @@ async def _receive(
                     if partial.size_bytes + len(chunk) > size_bytes:
                         raise _wrong_size(artifact_digest, partial.size_bytes + len(chunk), size_bytes)
                     await asyncio.to_thread(partial.append, chunk)
+                    got_on()
             interruption = SourceInterrupted(f"it ended after {partial.size_bytes} of {size_bytes} bytes")
         except SourceInterrupted as error:
             interruption = error

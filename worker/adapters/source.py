@@ -6,7 +6,7 @@ Owns the channel to the registry and the meaning of its failures. Knows nothing 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Final, Protocol, Self
@@ -64,12 +64,23 @@ class ArtifactSource(Protocol):
 
 
 class RegistrySource:
-    """Reads artifacts from a registry over one channel; `async with` owns it. `credentials` go with every call."""
+    """Reads artifacts from a registry over one channel; `async with` owns it. `credentials` go with every call.
 
-    def __init__(self, address: str, *, credentials: Metadata = (), stall_s: float = 15.0) -> None:
+    `on_reachable` hears when the registry can be reached again.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        credentials: Metadata = (),
+        stall_s: float = 15.0,
+        on_reachable: Callable[[], None] = lambda: None,
+    ) -> None:
         self._address = address
         self._credentials = credentials
         self._stall_s = stall_s
+        self._on_reachable = on_reachable
         self._channel = open_channel(address)
         self._stub = AdapterServiceStub(self._channel)
 
@@ -87,6 +98,7 @@ class RegistrySource:
             if state is grpc.ChannelConnectivity.READY and reachable is not True:
                 reachable = True
                 log.info("registry.reachable", address=self._address)
+                self._on_reachable()
             elif state is grpc.ChannelConnectivity.TRANSIENT_FAILURE and reachable is not False:
                 reachable = False
                 log.warning(

@@ -2,17 +2,20 @@
 
 `<folder>/<artifact digest>` holds a packed file whose SHA-256 is its name; `<folder>/.incoming` holds what is on its
 way. However many ask for an artifact it is fetched once; the fetch is cancelled when nobody waits any more. Idle
-artifacts are evicted least recently used first, those on the device last; what is in use never is.
+artifacts are evicted in the order of `worker.engine.idle`, by bytes and the seconds of a fetch, those on the device
+last; what is in use or kept never is.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import secrets
-from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable
+import time
+from collections import Counter
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,15 +25,21 @@ import structlog
 
 from common.disk import is_full, sync_folder
 from loraplex.digests import is_digest
-from loraplex.errors import LoraplexError, NoSpace
+from loraplex.errors import FailedPrecondition, LoraplexError, NoSpace
 from loraplex.folder_lock import FolderLock
 from worker.adapters.download import Partial, RetryPolicy, disk_error, download
+from worker.adapters.pace import Pace
+from worker.adapters.places import Places
 from worker.adapters.source import ArtifactSource
+from worker.engine.idle import IdleOrder, Level, worth
 from worker.mailbox import AdapterFile
 
 log = structlog.get_logger(__name__)
 
 _HASH_STEP: Final = 2**22
+_TOUCH_S: Final = 60.0
+DEFAULT_PLACES: Final = 8
+"""Downloads that get on at a time."""
 
 
 @dataclass(slots=True)
@@ -39,6 +48,11 @@ class _Cached:
 
     size_bytes: int
     verified: bool
+    fetch_s: float
+    """What fetching it took, or would take as far as is known."""
+    uses: int = 0
+    touched_s: float = 0.0
+    """When the file last was told to be in use, for the next process to know."""
 
 
 @dataclass(slots=True)
@@ -58,6 +72,8 @@ class Lease:
     file: AdapterFile
     fetched: bool
     """It was not on the disk when it was asked for."""
+    waited: bool
+    """It had to be fetched, or to be hashed before its first use."""
     _release: Callable[[], None] = field(repr=False)
     _held: bool = True
 
@@ -71,9 +87,9 @@ class Lease:
 class AdapterStore:
     """Owns one cache folder while `async with` lasts.
 
-    `on_change` hears the artifact digest of a file that comes, goes or is on its way. `is_on_device` tells whether an
-    artifact is on the device: such a file is evicted last. Raises FailedPrecondition on entering where another process
-    owns the folder.
+    `on_change` hears the artifact digest of a file that comes, goes or is on its way, `on_fetched` how a fetch ended.
+    `is_on_device` tells whether an artifact is on the device: such a file is evicted last. Raises FailedPrecondition on
+    entering where another process owns the folder.
     """
 
     def __init__(
@@ -84,7 +100,9 @@ class AdapterStore:
         budget_bytes: int,
         on_change: Callable[[str], None] = lambda _: None,
         is_on_device: Callable[[str], bool] = lambda _: False,
+        on_fetched: Callable[[str, LoraplexError | None], None] = lambda *_: None,
         retry: RetryPolicy | None = None,
+        places: Places | None = None,
     ) -> None:
         self._folder = folder
         self._incoming = folder / ".incoming"
@@ -92,8 +110,14 @@ class AdapterStore:
         self._budget_bytes = budget_bytes
         self._on_change = on_change
         self._is_on_device = is_on_device
+        self._on_fetched = on_fetched
         self._retry = retry or RetryPolicy()
-        self._cached: OrderedDict[str, _Cached] = OrderedDict()  # least recently used first
+        self._places = places or Places(DEFAULT_PLACES)
+        self._cached: dict[str, _Cached] = {}
+        self._idle: IdleOrder[str] = IdleOrder()
+        self._level = Level()
+        self._kept: set[str] = set()
+        self._pace = Pace()
         self._fetches: dict[str, _Fetch] = {}
         self._users: Counter[str] = Counter()
         self._room_turn = asyncio.Lock()
@@ -125,6 +149,16 @@ class AdapterStore:
         return sum(entry.size_bytes for entry in self._cached.values())
 
     @property
+    def num_cached(self) -> int:
+        """Files."""
+        return len(self._cached)
+
+    @property
+    def pace(self) -> Pace:
+        """What fetches take; to be read only."""
+        return self._pace
+
+    @property
     def num_references(self) -> int:
         """Leases held and asked for."""
         return self._users.total()
@@ -149,22 +183,52 @@ class AdapterStore:
         fetch to those who still wait.
         """
         self._users[artifact_digest] += 1
-        fetched = artifact_digest not in self._cached
+        self._idle.discard(artifact_digest)
+        fetched, waited = artifact_digest not in self._cached, False
         try:
             while (entry := self._cached.get(artifact_digest)) is None or not entry.verified:
+                waited = True
                 await self._wait_for(artifact_digest)
         except BaseException:
             self._release(artifact_digest)
             raise
-        self._cached.move_to_end(artifact_digest)
+        entry.uses += 1
         file = AdapterFile(artifact_digest, str(self._folder / artifact_digest), entry.size_bytes)
-        return Lease(file, fetched, lambda: self._release(artifact_digest))
+        return Lease(file, fetched, waited, lambda: self._release(artifact_digest))
+
+    def keep(self, artifact_digest: str, *, kept: bool) -> None:
+        """Have room counted for a file for good, or no longer; who keeps it holds a lease besides."""
+        if kept:
+            self._kept.add(artifact_digest)
+        else:
+            self._kept.discard(artifact_digest)
+        self._freed.set()
+
+    def remove(self, artifact_digest: str) -> None:
+        """Delete a file, if it is there. Raises FailedPrecondition while somebody uses it or waits for it."""
+        if self._users[artifact_digest]:
+            raise FailedPrecondition("the adapter's file is in use on this worker; try again later")
+        if artifact_digest in self._cached:
+            self._drop(artifact_digest)
+            self._freed.set()
 
     def distrust(self, artifact_digest: str) -> None:
         """Hash the file anew before its next use: someone found it unreadable."""
         entry = self._cached.get(artifact_digest)
         if entry is not None:
             entry.verified = False
+
+    async def recheck(self, artifact_digest: str) -> bool:
+        """Hash a file that someone found unreadable; returns whether it is as it should be. One that is not is gone."""
+        entry = self._cached.get(artifact_digest)
+        if entry is None:
+            return False
+        path = self._folder / artifact_digest
+        if await asyncio.to_thread(_is_intact, path, artifact_digest, entry.size_bytes):
+            return True
+        if self._cached.get(artifact_digest) is entry and artifact_digest not in self._fetches:
+            self._drop(artifact_digest)
+        return False
 
     async def _wait_for(self, artifact_digest: str) -> None:
         fetch = self._fetches.get(artifact_digest)
@@ -190,6 +254,7 @@ class AdapterStore:
         error: Exception | None = None
         try:
             await self._bring(artifact_digest, fetch)
+            self._on_fetched(artifact_digest, None)
         except LoraplexError as refused:
             error = refused
         except OSError as broken:
@@ -199,6 +264,8 @@ class AdapterStore:
             error = unexpected
         finally:
             self._forget(artifact_digest, fetch)
+        if isinstance(error, LoraplexError):
+            self._on_fetched(artifact_digest, error)
         if not fetch.done.done():
             if error is None:
                 fetch.done.set_result(None)
@@ -227,10 +294,14 @@ class AdapterStore:
             await self._make_room(size_bytes)
             fetch.reserved_bytes = size_bytes
 
-        def fetched() -> Awaitable[Partial]:
+        async def fetched() -> Partial:
             scratch = self._incoming / f"{artifact_digest[:16]}.{secrets.token_hex(4)}"
-            return download(self._source, artifact_digest, scratch, reserve=reserve, retry=self._retry)
+            async with self._places.take() as place:
+                return await download(
+                    self._source, artifact_digest, scratch, reserve=reserve, retry=self._retry, on_bytes=place.get_on
+                )
 
+        started_s = time.monotonic()
         try:
             partial = await fetched()
         except OSError as error:
@@ -240,23 +311,34 @@ class AdapterStore:
             log.warning("artifact.disk_full", artifact=artifact_digest[:12], what_now="idle adapters made room")
             partial = await fetched()
         partial.path.replace(target)  # no await from here to the entry: a file is never there without it
-        self._cached[artifact_digest] = _Cached(partial.size_bytes, verified=True)
+        seconds = time.monotonic() - started_s
+        self._pace.add(partial.size_bytes, seconds)
+        self._cached[artifact_digest] = _Cached(partial.size_bytes, verified=True, fetch_s=seconds)
+        self._retire(artifact_digest)
         fetch.reserved_bytes = 0
         log.info("artifact.fetched", artifact=artifact_digest[:12], size_bytes=partial.size_bytes)
         await asyncio.to_thread(sync_folder, self._folder)
 
     async def _make_room(self, size_bytes: int) -> None:
         """Evict until `size_bytes` fit, waiting for files in use, first come first served. Raises NoSpace."""
-        if size_bytes > self._budget_bytes:
-            raise NoSpace(
-                f"the adapter has {size_bytes} bytes, the worker's cache takes {self._budget_bytes}; raise cache_bytes",
-                limit=self._budget_bytes,
-                length=size_bytes,
-            )
+        self._check_fits(size_bytes)
         async with self._room_turn:
             while not self._evict_for(size_bytes):
                 self._freed.clear()
-                await self._freed.wait()  # ends: each file in use is held by a request that ends
+                self._check_fits(size_bytes)
+                await self._freed.wait()  # ends: each file in use and not kept is held by a request that ends
+
+    def _check_fits(self, size_bytes: int) -> None:
+        """Refuse what would not fit if all were idle but what is kept."""
+        kept_bytes = sum(self._cached[digest].size_bytes for digest in self._kept if digest in self._cached)
+        limit = self._budget_bytes - kept_bytes
+        if size_bytes > limit:
+            beside = " beside those pinned" if kept_bytes else ""
+            raise NoSpace(
+                f"the adapter has {size_bytes} bytes, the worker's cache takes {limit}{beside}; raise cache_bytes",
+                limit=limit,
+                length=size_bytes,
+            )
 
     def _evict_for(self, size_bytes: int) -> bool:
         """Evict idle files until `size_bytes` fit; returns whether they do."""
@@ -267,18 +349,30 @@ class AdapterStore:
     def _evict(self, wanted_bytes: int) -> int:
         """Evict idle files until `wanted_bytes` are freed or none is left; returns the bytes freed."""
         freed_bytes = 0
-        idle = [digest for digest in self._cached if not self._users[digest]]
-        for digest in sorted(idle, key=self._is_on_device):  # stable: least recently used first within each
-            if freed_bytes >= wanted_bytes:
+        on_device = {digest for digest in self._cached if self._is_on_device(digest)}
+        while freed_bytes < wanted_bytes:
+            found = self._idle.least(on_device) or self._idle.least()
+            if found is None:
                 break
+            priority, digest = found
+            self._level.rise(priority)
             freed_bytes += self._cached[digest].size_bytes
             self._drop(digest)
             log.info("artifact.evicted", artifact=digest[:12])
         return freed_bytes
 
+    def _retire(self, artifact_digest: str) -> None:
+        """Let a file leave when its turn comes, unless somebody uses it."""
+        entry = self._cached.get(artifact_digest)
+        if entry is not None and not self._users[artifact_digest]:
+            self._idle.discard(artifact_digest)
+            priority = self._level.value + worth(entry.fetch_s, entry.uses + 1, entry.size_bytes)
+            self._idle.add(artifact_digest, priority)
+
     def _drop(self, artifact_digest: str) -> None:
         # On the event loop, and at once: on a thread it could delete a file that was fetched again meanwhile.
         self._cached.pop(artifact_digest, None)
+        self._idle.discard(artifact_digest)
         (self._folder / artifact_digest).unlink(missing_ok=True)
         self._on_change(artifact_digest)
 
@@ -286,7 +380,17 @@ class AdapterStore:
         self._users[artifact_digest] -= 1
         if not self._users[artifact_digest]:
             del self._users[artifact_digest]
+            self._touch(artifact_digest)
+            self._retire(artifact_digest)
             self._freed.set()
+
+    def _touch(self, artifact_digest: str) -> None:
+        """Note on the file that it was used, now and then: by that the next process orders what it finds."""
+        entry, now = self._cached.get(artifact_digest), time.monotonic()
+        if entry is not None and now - entry.touched_s > _TOUCH_S:
+            entry.touched_s = now
+            with contextlib.suppress(OSError):
+                os.utime(self._folder / artifact_digest)
 
     def _cancel_fetches(self) -> None:
         for fetch in list(self._fetches.values()):
@@ -311,8 +415,9 @@ class AdapterStore:
         except OSError:
             os.close(lock)
             raise
-        for facts, name in sorted(files, key=lambda entry: (entry[0].st_atime_ns, entry[1])):
-            self._cached[name] = _Cached(facts.st_size, verified=False)
+        for facts, name in sorted(files, key=lambda entry: (entry[0].st_mtime_ns, entry[1])):
+            self._cached[name] = _Cached(facts.st_size, verified=False, fetch_s=self._pace.expected_s(facts.st_size))
+            self._retire(name)
         return lock
 
 

@@ -33,6 +33,12 @@ class Admission:
 
     admitted: tuple[Request, ...]
     placements: tuple[Placement, ...]
+    claimed: frozenset[str] = frozenset()
+    """Adapters that requests which were considered need."""
+    reserve: int = 0
+    """Chunks that must be left: for running requests, and for those that were considered and still wait."""
+    may_place: bool = True
+    """Whether no waiting request lacks a slot or chunks for its adapter."""
 
 
 def admit(
@@ -58,13 +64,21 @@ class _Pass:
         self._admitted: list[Request] = []
         self._placements: list[Placement] = []
         self._passed: list[Request] = []
+        self._waiting_blocks = 0  # of all that were considered and not admitted
 
     def over(self, waiting: WaitingQueue) -> Admission:
+        """Consider the requests in order; see `admit`."""
         for request in self._ordered(waiting):
             if not (self._placing or (self._admitting and self._has_place)):
                 break
             self._consider(request)
-        return Admission(tuple(self._admitted), tuple(self._placements))
+        return Admission(
+            tuple(self._admitted),
+            tuple(self._placements),
+            frozenset(self._claimed),
+            self._reserve + self._waiting_blocks,
+            self._placing,
+        )
 
     @property
     def _has_place(self) -> bool:
@@ -113,6 +127,7 @@ class _Pass:
         if ready and self._admitting and self._has_place and self._fits_batch(request) and self._start(request):
             return
         self._passed.append(request)
+        self._waiting_blocks += self._config.blocks_for(len(request.token_ids))
         if self._is_aged(request):
             self._admitting = self._placing = False
 

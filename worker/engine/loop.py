@@ -25,12 +25,17 @@ from worker.mailbox import (
     Compare,
     Compared,
     EngineStatus,
+    FailedLoad,
     Failure,
+    Load,
     Output,
+    Pin,
     Shutdown,
     Step,
     Submit,
     ToEngine,
+    Unload,
+    Unpin,
 )
 
 MAX_FAILED_STEPS: Final = 3
@@ -89,6 +94,8 @@ class EngineLoop:
         self._counted_s = 0.0  # up to here time was a step's, or a wait
         self._answered_step = 0
         self._failures: list[Failure] = []
+        self._failed_loads: list[FailedLoad] = []
+        self._host: dict[str, bool] = {}  # whether it is in the host tier, for those that are to be told
         self._compared: list[Compared] = []
         self._told: EngineStatus | None = None
         self._failed_steps = 0
@@ -120,12 +127,18 @@ class EngineLoop:
                 failure = self._scheduler.compare(message)
                 if failure is not None:
                     self._failures.append(failure)
+            case Load() | Unload() | Pin() | Unpin():
+                self._scheduler.order(message)
             case Abort():
                 self._scheduler.abort(message.request_ids)
 
     def _turn(self) -> bool:
         """Do all that can be done without waiting, one step at most; returns whether nothing is left to do."""
         self._take_loads()
+        self._take_host_changes()
+        for slot in self._scheduler.unwanted_loads():
+            if self._loader.cancel(slot):
+                self._scheduler.load_given_up(slot)
         if self._inbox.congested:
             return True
         started = self._clock()
@@ -134,7 +147,9 @@ class EngineLoop:
         for slot in schedule.evicted_slots:
             self._runner.release_adapter(slot)
         for placement in schedule.placements:
-            self._loader.start(placement.slot, Path(placement.file.path), placement.chunk_ids)
+            self._loader.start(placement.slot, Path(placement.file.path), placement.chunk_ids, placement.urgency)
+        for slot in schedule.hurried_slots:
+            self._loader.hurry(slot)
         if schedule.plan is not None:
             self._in_flight.append(_InFlight(schedule.plan, self._start(schedule.plan), started))
             if len(self._in_flight) < self._max_in_flight:
@@ -151,7 +166,16 @@ class EngineLoop:
                 self._scheduler.adapter_loaded(loaded.slot, loaded.outcome, loaded.seconds, self._clock())
             else:
                 log.warning("engine.load_failed", slot=loaded.slot, error=str(loaded.outcome))
-                self._failures += self._scheduler.adapter_failed(loaded.slot, self._describe(loaded.outcome))
+                problem = self._describe(loaded.outcome)
+                digest, failures = self._scheduler.adapter_failed(loaded.slot, problem)
+                self._failures += failures
+                self._failed_loads.append(FailedLoad(digest, *problem))
+
+    def _take_host_changes(self) -> None:
+        changes = self._runner.take_host_changes()
+        self._host.update(dict.fromkeys(changes.came, True))
+        self._host.update(dict.fromkeys(changes.gone, False))
+        self._scheduler.host_changed(changes)
 
     def _start(self, plan: StepPlan) -> StartedStep:
         try:
@@ -200,12 +224,21 @@ class EngineLoop:
 
     def _tell(self, outputs: list[Output], *, step_s: float | None = None) -> None:
         """Send one frame after a step, or when something changed without one."""
+        steered, failures = self._scheduler.take_orders_done()
+        self._failures += failures
         status, changes = self._scheduler.status(), self._scheduler.take_adapter_changes()
-        if step_s is None and not (self._failures or changes or status != self._told):
+        heard = self._failures or self._failed_loads or steered or changes or self._host
+        if step_s is None and not (heard or status != self._told):
             return
-        failures, compared = tuple(self._failures), tuple(self._compared)
-        told = (self._answered_step, tuple(outputs), failures, status, changes.adapters, changes.gone)
-        self._inbox.send(Step(*told, step_s or 0.0, compared))
+        told = (self._answered_step, tuple(outputs), tuple(self._failures), status, changes.adapters, changes.gone)
+        more = (tuple(self._compared), tuple(steered), tuple(self._failed_loads), *self._told_of_host())
+        self._inbox.send(Step(*told, step_s or 0.0, *more))
+        self._failed_loads.clear()
+        self._host.clear()
         self._failures.clear()
         self._compared.clear()
         self._told = status
+
+    def _told_of_host(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        came = tuple([digest for digest, is_there in self._host.items() if is_there])
+        return came, tuple([digest for digest, is_there in self._host.items() if not is_there])

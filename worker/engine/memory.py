@@ -1,10 +1,8 @@
 """The device's memory as requests and adapters share it: what can be had, and what leaves for it.
 
 Everything idle (adapters that nobody uses, computed prefixes that nobody refers to) stays until its chunks are needed.
-Then it leaves in one order, lowest priority first, by (seconds to restore it) x (probability of its reuse) per chunk.
-The probability is estimated as in GreedyDual-Size-Frequency (Cherkasova, 1998): by the number of uses, and by recency
-through a level that every eviction raises to the priority of what left, and that is added to the priority of whatever
-is used afterwards. So frequent things last longer, and nothing lasts for ever. No clock is needed.
+Then it leaves in one order, see `idle`: an adapter restores in the seconds its load took, a block in those that its
+tokens take to compute, and the room of both is counted in chunks.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from typing import Protocol
 
 from worker.engine.arena import Arena, Use
 from worker.engine.config import EngineConfig
-from worker.engine.idle import IdleOrder
+from worker.engine.idle import IdleOrder, Level, worth
 from worker.engine.plan import AdapterLoad
 from worker.engine.prefix import PrefixCache
 from worker.engine.rates import StepRates
@@ -44,11 +42,12 @@ class Memory:
         self._config = config
         self._rates = rates
         self._prefixes = PrefixCache()
-        self._idle_adapters = IdleOrder()  # by slot
+        self._idle_adapters: IdleOrder[int] = IdleOrder()  # by slot
         self._arena = Arena(config.total_blocks)
         self._residency = Residency(config.max_resident_adapters)
         self._evicted: list[int] = []
-        self._level = 0.0
+        self._unloaded: list[int] = []
+        self._level = Level()
 
     @property
     def arena(self) -> Arena:
@@ -69,6 +68,11 @@ class Memory:
         evicted = tuple(self._evicted)
         self._evicted.clear()
         return evicted
+
+    def take_unloaded(self) -> list[int]:
+        """Return the ids of the orders to unload that were done since the last call."""
+        unloaded, self._unloaded = self._unloaded, []
+        return unloaded
 
     # KV blocks.
 
@@ -102,7 +106,7 @@ class Memory:
             published = prefixes.holds(block)
             if arena.drop(block, keep=published) and published:
                 seconds = self._config.block_tokens / self._rates.prefill.tokens_per_second
-                prefixes.retire(block, self._level + seconds * prefixes.uses(block))
+                prefixes.retire(block, self._level.value + worth(seconds, prefixes.uses(block), 1))
 
     # Prefixes.
 
@@ -181,13 +185,14 @@ class Memory:
         """Note that an adapter is on the device; the chunks that it does not need are free."""
         slot, left_over = self._residency.loaded(index, load.device_bytes, load.chunks_used, seconds)
         self._arena.release(left_over, Use.ADAPTER)
-        self._became_idle(slot)
+        self._settle(slot)
         return slot
 
     def failed(self, index: int) -> Slot:
-        """Note that a load failed: slot and chunks are free. Returns what the slot was."""
+        """Note that a load failed or was given up: slot and chunks are free. Returns what the slot was."""
         slot = self._residency.failed(index)
         self._arena.release(slot.chunk_ids, Use.ADAPTER)
+        self._unloaded += slot.unload_ids
         return slot
 
     def acquire(self, artifact_digest: str) -> int:
@@ -198,15 +203,46 @@ class Memory:
 
     def release(self, index: int) -> None:
         """Drop a reference to an adapter."""
-        slot = self._residency.release(index)
+        self._settle(self._residency.release(index))
+
+    def pin(self, artifact_digest: str, artifact_bytes: int) -> None:
+        """Keep an adapter from leaving, from now on or from when it comes; whether that can be is `pins` to say."""
+        self._residency.pin(artifact_digest, artifact_bytes)
+        slot = self._residency.find(artifact_digest)
+        if slot is not None:
+            self._idle_adapters.discard(slot.index)
+
+    def unpin(self, artifact_digest: str) -> None:
+        """Let an adapter leave again."""
+        slot = self._residency.find(artifact_digest)
+        was_pinned = slot is not None and slot.pinned
+        self._residency.unpin(artifact_digest)
+        if slot is not None and was_pinned:
+            self._settle(slot)
+
+    def unload(self, slot: Slot, order_id: int) -> None:
+        """Have an adapter leave as soon as nothing uses it any more: then the order is done."""
+        slot.unload_ids.append(order_id)
         if slot.idle:
-            self._became_idle(slot)
+            self._idle_adapters.discard(slot.index)
+            self._settle(slot)
+
+    def keep(self, slot: Slot) -> list[int]:
+        """Have an adapter stay after all; returns the orders to unload it that will not be done."""
+        order_ids, slot.unload_ids = slot.unload_ids, []
+        return order_ids
 
     # What leaves.
 
-    def _became_idle(self, slot: Slot) -> None:
-        worth = slot.load_s * (slot.uses + 1) / max(1, len(slot.chunk_ids))
-        self._idle_adapters.add(slot.index, self._level + worth)
+    def _settle(self, slot: Slot) -> None:
+        """Queue an adapter that has become idle among what may leave, or let it leave where that was ordered."""
+        if not slot.idle:
+            return
+        saved = worth(slot.load_s, slot.uses + 1, len(slot.chunk_ids))
+        self._idle_adapters.add(slot.index, self._level.value + saved)
+        if slot.unload_ids:
+            self._unloaded += slot.unload_ids
+            self._evict(slot, self._level.value)
 
     def _victims(self, new_bytes: int, claimed: Collection[str]) -> list[Slot] | None:
         """Return idle adapters to evict so that a slot and `new_bytes` of the byte limit are free, or None."""
@@ -238,14 +274,14 @@ class Memory:
                 self._evict(self._residency.slot(adapter[1]), adapter[0])
             elif block is not None:
                 priority, chunk = block
-                self._level = max(self._level, priority)
+                self._level.rise(priority)
                 prefixes.forget(chunk)
                 arena.release((chunk,), Use.IDLE_PREFIX)
             else:
                 raise ValueError("chunks that were available are not there")
 
     def _evict(self, slot: Slot, priority: float) -> None:
-        self._level = max(self._level, priority)
+        self._level.rise(priority)
         self._idle_adapters.discard(slot.index)
         self._residency.evict(slot)
         self._arena.release(slot.chunk_ids, Use.ADAPTER)

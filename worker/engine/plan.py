@@ -141,6 +141,15 @@ class AdapterLoad:
     """It occupies the first so many of the chunks it was granted; the others are free again."""
 
 
+@dataclass(frozen=True, slots=True)
+class HostChanges:
+    """What the host tier holds, and the digests of adapters that came into it and left it since somebody asked."""
+
+    used_bytes: int = 0
+    came: tuple[str, ...] = ()
+    gone: tuple[str, ...] = ()
+
+
 class StartedStep(Protocol):
     """A step that the device computes, or has computed."""
 
@@ -170,4 +179,8 @@ class Runner(Protocol):
 
     def release_adapter(self, slot: int) -> None:
         """Forget the slot's adapter, whose chunks are about to be reused; no enqueued step uses it."""
+        ...
+
+    def take_host_changes(self) -> HostChanges:
+        """Return what has changed in the host tier since the last call; nothing where there is none."""
         ...

@@ -41,7 +41,7 @@ class PrefixCache:
     def __init__(self) -> None:
         self._by_key: dict[bytes, int] = {}
         self._blocks: dict[int, _Block] = {}
-        self._idle = IdleOrder()
+        self._idle: IdleOrder[int] = IdleOrder()
 
     def find(self, key: bytes) -> int | None:
         """Return the chunk that holds a prefix's block."""

@@ -6,10 +6,12 @@ step for everyone.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 from worker.engine.config import EngineConfig
-from worker.mailbox import AdapterFile, Submit
+from worker.engine.request import Request
+from worker.mailbox import AdapterFile, Pin, Submit
 
 
 class Problem(NamedTuple):
@@ -30,23 +32,41 @@ NOT_FINITE: Final = Problem(
 )
 
 
-def capacity_tokens(adapter: AdapterFile | None, config: EngineConfig) -> int:
-    """Return the tokens that the arena holds for one request, beside its adapter."""
+class Room(NamedTuple):
+    """Of the device, what something takes for good."""
+
+    chunks: int = 0
+    num_bytes: int = 0
+
+
+NONE: Final = Room()
+
+
+def pinned_room(pinned: Mapping[str, int], config: EngineConfig, without: str | None) -> Room:
+    """Return what pinned adapters take, of so many bytes by digest, but for the one of digest `without`."""
+    if not pinned:
+        return NONE
+    sizes = [size for digest, size in pinned.items() if digest != without]
+    return Room(sum(map(config.chunks_for_adapter, sizes)), sum(sizes))
+
+
+def capacity_tokens(adapter: AdapterFile | None, config: EngineConfig, pinned: Room = NONE) -> int:
+    """Return the tokens that the arena holds for one request, beside its adapter and those pinned."""
     chunks = 0 if adapter is None else config.chunks_for_adapter(adapter.artifact_bytes)
-    return (config.total_blocks - chunks) * config.block_tokens
+    return (config.total_blocks - chunks - pinned.chunks) * config.block_tokens
 
 
-def max_known_tokens(submit: Submit, config: EngineConfig) -> int:
+def max_known_tokens(submit: Submit, config: EngineConfig, pinned: Room = NONE) -> int:
     """Return prompt plus answer at most, in tokens: the answer ends with `max_tokens` or with the context.
 
     Where the arena is so small that an adapter takes from the context, the context is what it leaves.
     """
     known = min(len(submit.prompt_token_ids) + submit.sampling.max_tokens, config.max_context_tokens)
-    return known if submit.adapter is None else min(known, capacity_tokens(submit.adapter, config) + 1)
+    return known if submit.adapter is None else min(known, capacity_tokens(submit.adapter, config, pinned) + 1)
 
 
-def check(submit: Submit, config: EngineConfig) -> Problem | None:
-    """Return why a request can never run here, or None."""
+def check(submit: Submit, config: EngineConfig, pinned: Room = NONE) -> Problem | None:
+    """Return why a request can never run here, or None. `pinned` is what others' adapters keep."""
     prompt = submit.prompt_token_ids
     length = len(prompt)
     if not length:
@@ -68,7 +88,7 @@ def check(submit: Submit, config: EngineConfig) -> Problem | None:
         return Problem(
             "INVALID_PARAMETER", f"the tenant's weight is {submit.weight}; it must be above 0", {"field": "weight"}
         )
-    capacity = capacity_tokens(submit.adapter, config)
+    capacity = capacity_tokens(submit.adapter, config, pinned)
     limit = min(config.max_context_tokens - 1, capacity)
     if length > limit:
         return Problem(
@@ -76,7 +96,7 @@ def check(submit: Submit, config: EngineConfig) -> Problem | None:
             f"the prompt has {length} tokens, at most {limit} fit; shorten it",
             {"field": "prompt", "limit": str(limit), "length": str(length)},
         )
-    if max_known_tokens(submit, config) - 1 > capacity:
+    if max_known_tokens(submit, config, pinned) - 1 > capacity:
         most = capacity - length + 1
         return Problem(
             "INVALID_PARAMETER",
@@ -87,17 +107,67 @@ def check(submit: Submit, config: EngineConfig) -> Problem | None:
     return None
 
 
-def adapter_too_large(file: AdapterFile, config: EngineConfig) -> Problem | None:
-    """Return the refusal of an adapter that does not fit an otherwise empty device beside one KV block, or None."""
+def adapter_too_large(file: AdapterFile, config: EngineConfig, pinned: Room = NONE) -> Problem | None:
+    """Return the refusal of an adapter that does not fit a device empty but for those pinned, beside one KV block."""
     limit, option = config.max_adapter_bytes, "max_adapter_bytes"
-    arena_bytes = (config.total_blocks - 2) * config.adapter_chunk_bytes
+    if limit is not None:
+        limit -= pinned.num_bytes
+    arena_bytes = (config.total_blocks - 2 - pinned.chunks) * config.adapter_chunk_bytes
     if config.adapter_chunk_bytes and (limit is None or arena_bytes < limit):
         limit, option = max(0, arena_bytes), "arena_bytes"
     if limit is None or file.artifact_bytes <= limit:
         return None
+    beside = " beside those pinned" if pinned.num_bytes else ""
     return Problem(
         "TOO_LARGE",
         f"adapter {file.artifact_digest[:12]} has {file.artifact_bytes} bytes, this worker keeps at most {limit} bytes "
-        f"of adapters on its device; raise {option}",
+        f"of adapters on its device{beside}; raise {option}",
         {"limit": str(limit), "length": str(file.artifact_bytes)},
+    )
+
+
+def pin(pin: Pin, pinned: Mapping[str, int], config: EngineConfig, requests: Iterable[Request]) -> Problem | None:
+    """Return why an adapter cannot be pinned beside those of so many bytes by digest, or None.
+
+    A slot stays for other adapters, and beside all pinned ones there is room for an adapter as large as the largest of
+    them with the longest context, and for each of `requests`.
+    """
+    digest, size = pin.artifact_digest, pin.artifact_bytes
+    if pinned.get(digest) == size:
+        return None
+    wanted = {**pinned, digest: size}
+    if len(wanted) >= config.max_resident_adapters:
+        return _too_many_pins(len(wanted), "max_resident_adapters", config.max_resident_adapters - 1, "adapters")
+    largest = max(wanted.values())
+    total = pinned_room(wanted, config, None)
+    chunks = config.blocks_for(config.max_context_tokens) + config.chunks_for_adapter(largest)
+    for request in requests:
+        needed = config.blocks_for(request.max_known_tokens - 1)
+        if request.adapter is not None and request.adapter.artifact_digest not in wanted:
+            largest = max(largest, request.adapter.artifact_bytes)
+            needed += config.chunks_for_adapter(request.adapter.artifact_bytes)
+        chunks = max(chunks, needed)
+    if total.chunks + chunks > config.total_blocks:
+        return _too_many_pins(total.chunks, "arena_bytes", max(0, config.total_blocks - chunks), "chunks")
+    if config.max_adapter_bytes is not None and total.num_bytes + largest > config.max_adapter_bytes:
+        most = max(0, config.max_adapter_bytes - largest)
+        return _too_many_pins(total.num_bytes, "max_adapter_bytes", most, "bytes")
+    return None
+
+
+def cannot_start() -> Problem:
+    """Return the refusal of a request for which pinned adapters leave no room, though nothing else is in use."""
+    return Problem(
+        "RESOURCE_EXHAUSTED",
+        "the adapters that are pinned on this worker leave too little memory for this request; unpin some or raise "
+        "arena_bytes",
+    )
+
+
+def _too_many_pins(wanted: int, option: str, limit: int, unit: str) -> Problem:
+    return Problem(
+        "RESOURCE_EXHAUSTED",
+        f"with this adapter pinned ones would take {wanted} {unit} of the device, at most {limit} can be pinned, so "
+        f"that every request still finds room; unpin others or raise {option}",
+        {"limit": str(limit), "length": str(wanted)},
     )

@@ -46,6 +46,10 @@ class Request:
     adapter_on_device: bool
     """The adapter was on the device when the request came and never had to be loaded for it."""
 
+    # Set once by `Scheduler.submit`.
+    adapter_on_host: bool = False
+    """The adapter was in the host tier when the request came."""
+
     # Set by `Scheduler.adapter_loaded`.
     adapter_load_s: float = 0.0
     """Seconds this request waited while its adapter was being loaded."""
@@ -87,7 +91,14 @@ class Request:
 
     @classmethod
     def from_submit(
-        cls, submit: Submit, *, sequence: int, max_known_tokens: int, chain_start: bytes, adapter_on_device: bool
+        cls,
+        submit: Submit,
+        *,
+        sequence: int,
+        max_known_tokens: int,
+        chain_start: bytes,
+        adapter_on_device: bool,
+        adapter_on_host: bool = False,
     ) -> Request:
         """Return the request in state WAITING."""
         return cls(
@@ -102,6 +113,7 @@ class Request:
             chain_start=chain_start,
             token_ids=list(submit.prompt_token_ids),
             adapter_on_device=adapter_on_device,
+            adapter_on_host=adapter_on_host,
         )
 
     @property
@@ -177,4 +189,5 @@ class Request:
             adapter_on_device=self.adapter_on_device,
             adapter_ready_s=self.adapter_ready_s,
             cached_tokens=self.cached_tokens,
+            adapter_on_host=self.adapter_on_host,
         )

@@ -1,16 +1,21 @@
 """Which adapter is in which device slot and which chunks: bookkeeping only, no loading and no clock.
 
 One slot per artifact digest, however many requests ask for it. A slot is loading until its loader reports, then
-resident. References count running requests; a resident slot without any is idle, and only idle ones may be evicted.
-Who is evicted is `Memory`'s to decide. The ValueErrors here are broken invariants, not bad input.
+resident. References count running requests; a resident slot without any that is not pinned is idle, and only idle ones
+may be evicted. Who is evicted is `Memory`'s to decide. A digest may be pinned before it has a slot. The ValueErrors
+here are broken invariants, not bad input.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
 
 from worker.mailbox import AdapterFile, AdapterOnDevice
+
+FOR_REQUEST: Final = -1
+"""Urgency of a load that a request waits for: it goes before all that are ordered."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,11 +39,15 @@ class Slot:
     """What its load took."""
     uses: int = 0
     """Requests that it served since it came."""
+    pinned: bool = False
+    """It stays whatever the demand."""
+    unload_ids: list[int] = field(default_factory=list)
+    """Orders to unload it, which are done when it leaves; it leaves as soon as it can."""
 
     @property
     def idle(self) -> bool:
         """Whether it may leave."""
-        return not (self.loading or self.in_flight)
+        return not (self.loading or self.in_flight or self.pinned)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +70,8 @@ class Placement:
     slot: int
     file: AdapterFile
     chunk_ids: tuple[int, ...]
+    urgency: int = FOR_REQUEST
+    """The lower goes first: FOR_REQUEST, or a mailbox.Urgency."""
 
 
 class Residency:
@@ -71,6 +82,7 @@ class Residency:
         self._by_digest: dict[str, Slot] = {}
         self._by_index: dict[int, Slot] = {}
         self._unused: dict[str, Slot] = {}
+        self._pinned: dict[str, int] = {}  # digest -> artifact bytes
         self._changed: dict[str, None] = {}  # a set in the order of the first change
         self._idle_chunks = 0
         self._used_bytes = 0
@@ -91,6 +103,17 @@ class Residency:
         return self._idle_chunks
 
     @property
+    def pinned(self) -> Mapping[str, int]:
+        """Bytes of the pinned artifacts by digest, whether they have a slot or not."""
+        return self._pinned
+
+    @property
+    def pinned_chunks(self) -> int:
+        """Chunks of pinned adapters that have a slot."""
+        slots = [self._by_digest.get(digest) for digest in self._pinned]
+        return sum([len(slot.chunk_ids) for slot in slots if slot is not None])
+
+    @property
     def is_loading(self) -> bool:
         """Whether an adapter is on its way."""
         return any(slot.loading for slot in self._by_index.values())
@@ -107,9 +130,14 @@ class Residency:
         """Return the resident adapters that no request has used since they came."""
         return self._unused.values()
 
+    def loading(self) -> list[Slot]:
+        """Return the slots whose adapters are on their way."""
+        return [slot for slot in self._by_index.values() if slot.loading]
+
     def take(self, file: AdapterFile, chunk_ids: tuple[int, ...], request_id: int, tenant: str, now: float) -> Slot:
         """Take a free slot for an adapter that has none and mark it as loading, for a request that waits for it."""
         slot = Slot(self._free.pop(), file, chunk_ids, now, request_id, tenant, device_bytes=file.artifact_bytes)
+        slot.pinned = file.artifact_digest in self._pinned
         self._by_digest[file.artifact_digest] = slot
         self._by_index[slot.index] = slot
         self._used_bytes += slot.device_bytes
@@ -117,7 +145,7 @@ class Residency:
         return slot
 
     def loaded(self, index: int, device_bytes: int, chunks_used: int, seconds: float) -> tuple[Slot, tuple[int, ...]]:
-        """Mark a slot's load as done: it is resident, and idle. Returns it and the chunks that it does not need."""
+        """Mark a slot's load as done: it is resident. Returns it and the chunks that it does not need."""
         slot = self._loading(index)
         if not 0 <= chunks_used <= len(slot.chunk_ids):
             raise ValueError(f"an adapter occupies {chunks_used} of {len(slot.chunk_ids)} chunks")
@@ -128,7 +156,7 @@ class Residency:
         slot.load_s = seconds
         slot.loading = False
         self._unused[slot.file.artifact_digest] = slot
-        self._became_idle(slot)
+        self._count_idle(slot, was_idle=False)
         return slot, left_over
 
     def failed(self, index: int) -> Slot:
@@ -150,12 +178,11 @@ class Residency:
         slot = self._by_digest[artifact_digest]
         if slot.loading:
             raise ValueError(f"adapter {artifact_digest} is not resident yet")
-        if not slot.in_flight:
-            self._unused.pop(artifact_digest, None)
-            self._idle_chunks -= len(slot.chunk_ids)
+        was_idle = slot.idle
+        self._unused.pop(artifact_digest, None)
         slot.in_flight += 1
         slot.uses += 1
-        self._note(slot)
+        self._count_idle(slot, was_idle=was_idle)
         return slot.index
 
     def release(self, index: int) -> Slot:
@@ -164,10 +191,18 @@ class Residency:
         if slot.in_flight < 1:
             raise ValueError(f"slot {index} has no reference to drop")
         slot.in_flight -= 1
-        if not slot.in_flight:
-            self._became_idle(slot)
-        self._note(slot)
+        self._count_idle(slot, was_idle=False)
         return slot
+
+    def pin(self, artifact_digest: str, artifact_bytes: int) -> None:
+        """Keep an adapter from being evicted, from now on or from when it comes."""
+        self._pinned[artifact_digest] = artifact_bytes
+        self._set_pinned(artifact_digest, pinned=True)
+
+    def unpin(self, artifact_digest: str) -> None:
+        """Let an adapter be evicted again, if it was pinned."""
+        if self._pinned.pop(artifact_digest, None) is not None:
+            self._set_pinned(artifact_digest, pinned=False)
 
     def take_changes(self) -> Changes:
         """Return what has changed since the last call: this costs what has changed, not what is resident."""
@@ -176,7 +211,7 @@ class Residency:
         return Changes(
             tuple(
                 [
-                    AdapterOnDevice(digest, slot.loading, slot.in_flight, slot.device_bytes)
+                    AdapterOnDevice(digest, slot.loading, slot.in_flight, slot.device_bytes, slot.load_s)
                     for digest, slot in slots.items()
                     if slot is not None
                 ]
@@ -190,8 +225,16 @@ class Residency:
             raise ValueError(f"slot {index} was not being loaded")
         return slot
 
-    def _became_idle(self, slot: Slot) -> None:
-        self._idle_chunks += len(slot.chunk_ids)
+    def _set_pinned(self, artifact_digest: str, *, pinned: bool) -> None:
+        slot = self._by_digest.get(artifact_digest)
+        if slot is not None:
+            was_idle = slot.idle
+            slot.pinned = pinned
+            self._count_idle(slot, was_idle=was_idle)
+
+    def _count_idle(self, slot: Slot, *, was_idle: bool) -> None:
+        """Count a slot that changed."""
+        self._idle_chunks += (slot.idle - was_idle) * len(slot.chunk_ids)
         self._note(slot)
 
     def _forget(self, slot: Slot) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from worker.engine import refusal
-from worker.engine.admission import admit
+from worker.engine.admission import Admission, admit
 from worker.engine.arena import Use
 from worker.engine.comparisons import Comparisons
 from worker.engine.comparisons import check as check_comparison
@@ -23,9 +23,11 @@ from worker.engine.config import EngineConfig
 from worker.engine.fairness import TenantCounters
 from worker.engine.growth import Shares, grow, share_prompt_tokens, share_tokens
 from worker.engine.memory import Memory
+from worker.engine.orders import NOBODY, Orders
 from worker.engine.plan import (
     AdapterLoad,
     ComparisonStep,
+    HostChanges,
     NewRequest,
     SampledTokens,
     StepPlan,
@@ -37,7 +39,20 @@ from worker.engine.rates import StepRates
 from worker.engine.request import Request
 from worker.engine.residency import Changes, Placement
 from worker.engine.waiting import WaitingQueue
-from worker.mailbox import Compare, Compared, EngineStatus, Failure, Output, Position, Submit
+from worker.mailbox import (
+    Compare,
+    Compared,
+    EngineStatus,
+    Failure,
+    Load,
+    Output,
+    Pin,
+    Position,
+    Steered,
+    Submit,
+    Unload,
+    Unpin,
+)
 
 MAX_IN_FLIGHT: Final = 2
 """Plans that may wait for their outcome: a step that runs, and the next."""
@@ -52,6 +67,8 @@ class Schedule:
     plan: StepPlan | None
     failures: tuple[Failure, ...] = ()
     """What can never start."""
+    hurried_slots: tuple[int, ...] = ()
+    """Slots whose loads were begun for nobody in a hurry, and that requests wait for now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +90,11 @@ class Scheduler:
         self._counters = TenantCounters()
         self._waiting = WaitingQueue(self._counters)
         self._comparisons = Comparisons(self._memory, config)
+        self._orders = Orders(self._memory, config)
+        self._may_be_unwanted = False  # a load, since somebody left
+        self._hurried: list[int] = []
+        self._on_host: set[str] = set()
+        self._host_bytes = 0
         self._compared: list[Compared] = []
         self._running: dict[int, Request] = {}
         self._in_flight: deque[_InFlight] = deque()  # in the order in which they are answered
@@ -86,24 +108,30 @@ class Scheduler:
     def submit(self, submit: Submit) -> Failure | None:
         """Queue a request, or return why it can never run. Raises ValueError when its id is in use."""
         self._check_unused(submit.request_id)
-        problem = None if submit.adapter is None else refusal.adapter_too_large(submit.adapter, self._config)
+        digest = None if submit.adapter is None else submit.adapter.artifact_digest
+        pinned = refusal.pinned_room(self._memory.residency.pinned, self._config, digest)
+        problem = None if submit.adapter is None else refusal.adapter_too_large(submit.adapter, self._config, pinned)
         if problem is None:
-            problem = refusal.check(submit, self._config)
+            problem = refusal.check(submit, self._config, pinned)
         if problem is not None:
             return Failure(submit.request_id, *problem)
-        digest = None if submit.adapter is None else submit.adapter.artifact_digest
         slot = None if digest is None else self._memory.residency.find(digest)
         self._sequence += 1
         request = Request.from_submit(
             submit,
             sequence=self._sequence,
-            max_known_tokens=refusal.max_known_tokens(submit, self._config),
+            max_known_tokens=refusal.max_known_tokens(submit, self._config, pinned),
             chain_start=chain_start(self._config.base_identity, digest, submit.tenant),
             adapter_on_device=slot is not None and not slot.loading,
+            adapter_on_host=digest in self._on_host,
         )
         self._counters.set_weight(submit.tenant, submit.weight)
         self._waiting.add(request)
         self._counters.forget_absent(self._present_tenants)
+        if digest is not None:
+            self._orders.wanted(digest)
+        if slot is not None and slot.loading:
+            self._hurried.append(slot.index)
         return None
 
     def compare(self, compare: Compare) -> Failure | None:
@@ -113,6 +141,8 @@ class Scheduler:
         if problem is not None:
             return Failure(compare.request_id, *problem)
         self._comparisons.add(compare)
+        for file in (compare.exact, compare.measured):
+            self._orders.wanted(file.artifact_digest)
         return None
 
     def abort(self, request_ids: Iterable[int]) -> None:
@@ -123,6 +153,8 @@ class Scheduler:
             else:
                 self._waiting.remove(request_id)
                 self._comparisons.remove(request_id)
+                self._orders.remove(request_id)
+        self._may_be_unwanted = True
 
     def fail(self, request_ids: Sequence[int], problem: refusal.Problem) -> list[Failure]:
         """Fail requests, freeing what those that still run hold."""
@@ -131,21 +163,72 @@ class Scheduler:
                 self._end(self._running[request_id])
         return [Failure(request_id, *problem) for request_id in request_ids]
 
+    # Adapters are steered.
+
+    def order(self, order: Load | Unload | Pin | Unpin) -> None:
+        """Take an order; `take_orders_done` tells when it is done. Raises ValueError when its id is in use."""
+        if isinstance(order, Unpin):
+            self._orders.unpin(order.artifact_digest)
+            self._may_be_unwanted = True
+            return
+        self._check_unused(order.request_id)
+        match order:
+            case Load():
+                self._orders.load(order)
+            case Unload():
+                self._orders.unload(order, used=self._is_used(order.artifact_digest))
+                self._may_be_unwanted = True
+            case Pin():
+                waiting = self._waiting.in_order()
+                self._orders.pin(order, [*waiting, *self._running.values()])
+
+    def take_orders_done(self) -> tuple[list[Steered], list[Failure]]:
+        """Return the orders that were done and those that failed since the last call."""
+        return self._orders.take_done()
+
+    def unwanted_loads(self) -> list[int]:
+        """Return the slots of loads that nobody wants any more; those that have not started need not."""
+        if not self._may_be_unwanted:
+            return []
+        self._may_be_unwanted = False
+        unwanted = []
+        for slot in self._memory.residency.loading():
+            digest = slot.file.artifact_digest
+            if not (slot.pinned or self._is_used(digest) or self._orders.wants(digest)):
+                unwanted.append(slot.index)
+        return unwanted
+
+    def load_given_up(self, slot_index: int) -> None:
+        """Note that a load of `unwanted_loads` will not start."""
+        self._memory.failed(slot_index)
+
     # Adapters come.
 
     def adapter_loaded(self, slot_index: int, load: AdapterLoad, seconds: float, now: float) -> None:
         """Note that a load is done and took `seconds`; requests that wait for it can be admitted from now on."""
         slot = self._memory.loaded(slot_index, load, seconds)
-        self._counters.charge(slot.tenant, input_tokens=seconds * self._rates.prefill.tokens_per_second)
+        if slot.tenant != NOBODY:
+            self._counters.charge(slot.tenant, input_tokens=seconds * self._rates.prefill.tokens_per_second)
+        self._orders.loaded(slot.file.artifact_digest)
         for request in self._waiting.waiting_for(slot.file.artifact_digest):
             if not request.was_admitted:
                 request.adapter_on_device = False
                 request.adapter_load_s += now - max(slot.load_started_s, request.arrival_s)
                 request.adapter_ready_s = now - request.arrival_s
 
-    def adapter_failed(self, slot_index: int, problem: refusal.Problem) -> list[Failure]:
-        """Note that a load failed: the slot is free again and all requests that wait for the adapter fail."""
+    def host_changed(self, changes: HostChanges) -> None:
+        """Note which adapters came into the host tier and left it."""
+        self._on_host.update(changes.came)
+        self._on_host.difference_update(changes.gone)
+        self._host_bytes = changes.used_bytes
+
+    def adapter_failed(self, slot_index: int, problem: refusal.Problem) -> tuple[str, list[Failure]]:
+        """Note that a load failed: the slot is free again and all requests that wait for the adapter fail.
+
+        Returns the adapter's digest and the requests' failures.
+        """
         slot = self._memory.failed(slot_index)
+        self._orders.failed(slot.file.artifact_digest, problem)
         failures = []
         for request in self._waiting.waiting_for(slot.file.artifact_digest):
             self._waiting.remove(request.request_id)
@@ -153,7 +236,7 @@ class Scheduler:
         for request_id in self._comparisons.waiting_for(slot.file.artifact_digest):
             self._comparisons.remove(request_id)
             failures.append(Failure(request_id, *problem))
-        return failures
+        return slot.file.artifact_digest, failures
 
     # Steps.
 
@@ -173,11 +256,13 @@ class Scheduler:
         placements: tuple[Placement, ...] = ()
         comparison: ComparisonStep | None = None
         failures: tuple[Failure, ...] = ()
-        if self._waiting and not short:
+        if (self._waiting or self._orders) and not short:
             admission = admit(self._waiting, tuple(self._running.values()), self._memory, self._config, now)
-            placements = admission.placements
+            placements = (*admission.placements, *self._place_ordered(admission, now))
             for request in admission.admitted:
                 self._admit(request)
+            if not admission.admitted and not placements:
+                failures = self._give_up_stuck()
             if admission.admitted:
                 more: Shares = []
                 budget = share_prompt_tokens(admission.admitted, budget, more, self._skip_cached)
@@ -188,10 +273,11 @@ class Scheduler:
         if self._comparisons and not (self._waiting or short or self._in_flight):  # its step is alone in flight
             loads, comparison = self._comparisons.next(self._running.values(), budget, now, alone=not shares)
             placements = (*placements, *loads)
-            if not (loads or comparison or self._running) and (failure := self._comparisons.give_up()) is not None:
-                failures = (failure,)
+            if not (placements or comparison or self._running) and (failure := self._comparisons.give_up()) is not None:
+                failures = (*failures, failure)
         plan = self._plan(shares, comparison) if shares or comparison is not None else None
-        return Schedule(self._memory.take_evicted(), placements, plan, failures)
+        hurried, self._hurried = tuple(self._hurried), []
+        return Schedule(self._memory.take_evicted(), placements, plan, failures, hurried)
 
     def update(self, plan: StepPlan, result: StepResult, seconds: float, now: float) -> list[Output]:
         """Take a step's outcome: note computed and new tokens, end what is finished. Returns each request's gain.
@@ -262,7 +348,36 @@ class Scheduler:
             prefix_blocks=arena.count(Use.IDLE_PREFIX),
             num_preempted=self._num_preempted,
             num_cached_tokens=self._num_cached_tokens,
+            pinned_chunks=self._memory.residency.pinned_chunks,
+            adapter_bytes=self._memory.residency.used_bytes,
+            host_bytes=self._host_bytes,
         )
+
+    def _place_ordered(self, admission: Admission, now: float) -> list[Placement]:
+        if not (self._orders and admission.may_place):
+            return []
+        is_quiet = not (self._waiting or self._running or self._in_flight or self._memory.residency.is_loading)
+        return self._orders.place(admission.claimed, reserve=admission.reserve, now=now, is_quiet=is_quiet)
+
+    def _give_up_stuck(self) -> tuple[Failure, ...]:
+        """Refuse the first waiting request where nothing is in use and it does not fit: pins are too large.
+
+        They are refused before that, but what adapters take on the device is known once they are there only.
+        """
+        if self._running or self._in_flight or self._memory.residency.is_loading:
+            return ()
+        first = next(self._waiting.in_order(), None)
+        if first is None:
+            return ()
+        self._waiting.remove(first.request_id)
+        return (Failure(first.request_id, *refusal.cannot_start()),)
+
+    def _is_used(self, artifact_digest: str) -> bool:
+        """Tell whether a request or a comparison needs an adapter."""
+        if self._waiting.waiting_for(artifact_digest) or self._comparisons.waiting_for(artifact_digest):
+            return True
+        adapters = [request.adapter for request in self._running.values()]
+        return any(adapter is not None and adapter.artifact_digest == artifact_digest for adapter in adapters)
 
     def _grow(self, shares: Shares) -> tuple[Shares, bool]:
         preempt = None if self._in_flight else self._preempt
@@ -298,7 +413,8 @@ class Scheduler:
         self._num_preempted += 1
 
     def _check_unused(self, request_id: int) -> None:
-        if request_id in self._running or request_id in self._waiting or request_id in self._comparisons:
+        is_requests = request_id in self._running or request_id in self._waiting
+        if is_requests or request_id in self._comparisons or request_id in self._orders:
             raise ValueError(f"request id {request_id} is already in use")
 
     def _plan(self, shares: Shares, comparison: ComparisonStep | None) -> StepPlan:

@@ -10,18 +10,22 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import structlog
 import torch
 
+from common.adapter_format.packed import open_packed
 from worker.adapters.device import BaseShape, DeviceAdapters
+from worker.adapters.host import HostTier
 from worker.adapters.vocabulary import DEFAULT_BYTES, VocabularyMemory, VocabularyShape
 from worker.engine.plan import (
     BASE_SLOT,
     AdapterLoad,
     ComparedPositions,
     ComparisonStep,
+    HostChanges,
     SequenceStep,
     StepPlan,
     StepResult,
@@ -38,12 +42,15 @@ from worker.model.comparison import compare_logits, comparison_rows, comparison_
 from worker.model.config import ModelConfig, read_config, read_eos_token_ids
 from worker.model.decoder import Decoder
 from worker.model.device import DTYPES, choose_device, choose_dtype, free_bytes
+from worker.model.host_memory import open_host_tier
 from worker.model.memory import default_arena_bytes, plan_arena
 from worker.model.sampler import Sample, Sampler
 from worker.model.scores import Chosen, Scores
 from worker.model.weights import load_weights, stores_bfloat16
 
 log = structlog.get_logger(__name__)
+
+NO_CHANGES: Final = HostChanges()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +98,7 @@ class ModelRunner:
         max_prefill_tokens: int,
         eos_token_ids: frozenset[int],
         cuda_graphs: bool = True,
+        host: HostTier | None = None,
     ) -> None:
         """`open` is the usual way to make one. `kernels` are the decoder's, where they are of a device of its own."""
         self.device, self.dtype = device.type, dtype
@@ -99,7 +107,8 @@ class ModelRunner:
         self.block_tokens, self.total_blocks, self.chunk_bytes = BLOCK_TOKENS, arena.num_chunks, arena.chunk_bytes
         self.adapter_chunk_bytes = adapters.usable_chunk_bytes
         self.eos_token_ids = eos_token_ids
-        self._decoder, self._adapters = decoder, adapters
+        self._decoder, self._adapters, self._host = decoder, adapters, host
+        self.host_budget_bytes = 0 if host is None else host.budget_bytes
         self._sampler = sampler
         self._chosen: Chosen | None = None  # by the step started last
         self._max_running_requests = max_running_requests
@@ -126,6 +135,7 @@ class ModelRunner:
         threads: int = 1,
         cuda_graphs: bool = True,
         max_vocabulary_bytes: int = DEFAULT_BYTES,
+        host_cache_bytes: int | None = None,
         backend: Backend | None = None,
     ) -> ModelRunner:
         """Load the Hugging Face folder `base_dir` and take the arena's memory.
@@ -171,6 +181,7 @@ class ModelRunner:
             dtype=torch_dtype,
             limit_bytes=max_vocabulary_bytes,
         )
+        host = open_host_tier(torch_device, host_cache_bytes)
         log.info(
             "model.opened",
             family=config.family,
@@ -186,7 +197,14 @@ class ModelRunner:
             Decoder(config, weights, kernels),
             Sampler(eos_token_ids, kernels if isinstance(kernels, Drawing) else None),
             arena,
-            DeviceAdapters(base, arena, num_slots=max_resident_adapters, placement=placement, vocabulary=vocabulary),
+            DeviceAdapters(
+                base,
+                arena,
+                num_slots=max_resident_adapters,
+                placement=placement,
+                vocabulary=vocabulary,
+                open_file=open_packed if host is None else host.open,
+            ),
             own,
             device=torch_device,
             dtype=dtype_name,
@@ -195,6 +213,7 @@ class ModelRunner:
             max_prefill_tokens=max_prefill_tokens,
             eos_token_ids=eos_token_ids,
             cuda_graphs=cuda_graphs,
+            host=host,
         )
 
     def start(self, plan: StepPlan) -> _Started:
@@ -224,13 +243,22 @@ class ModelRunner:
 
     def prepare_adapter(self, slot: int, path: Path, chunk_ids: tuple[int, ...]) -> AdapterLoad:
         """Load the packed adapter at `path` into `slot`; see Runner."""
-        with torch.inference_mode():
-            placed = self._adapters.load(slot, path, chunk_ids)
+        try:
+            with torch.inference_mode():
+                placed = self._adapters.load(slot, path, chunk_ids)
+        except Exception:
+            if self._host is not None:
+                self._host.forget(path)
+            raise
         return AdapterLoad(placed.device_bytes, placed.chunks_used)
 
     def release_adapter(self, slot: int) -> None:
         """Forget the slot's adapter; see Runner."""
         self._adapters.release(slot)
+
+    def take_host_changes(self) -> HostChanges:
+        """Return what has changed in the host tier; see Runner."""
+        return NO_CHANGES if self._host is None else self._host.take_changes()
 
     def calibrate(self) -> tuple[float, float]:
         """Return measured prefill and decode speed in tokens per second, above 0.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import hashlib
+import os
 import random
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -16,6 +17,7 @@ from common.backoff import Backoff
 from loraplex.errors import ArtifactNotFound, ArtifactUnreachable, CorruptArtifact, FailedPrecondition, NoSpace
 from worker.adapters import download as download_module
 from worker.adapters.download import Partial, RetryPolicy
+from worker.adapters.places import Places
 from worker.adapters.source import ArtifactStream, SourceInterrupted
 from worker.adapters.store import AdapterStore
 
@@ -108,6 +110,59 @@ async def test_fetches_run_side_by_side_so_a_slow_one_blocks_no_other(tmp_path, 
             tasks.create_task(store.acquire(digest))
         await until(lambda: source.most_open == 4)
         source.gate.set()
+
+
+async def test_only_so_many_fetches_get_on_at_a_time_first_come_first_served(tmp_path, source):
+    digests = [source.add(bytes([n]) * 50) for n in range(4)]
+    source.gate.clear()
+    async with a_store(tmp_path, source, places=Places(2, patience_s=30)) as store, asyncio.TaskGroup() as tasks:
+        for digest in digests:
+            tasks.create_task(store.acquire(digest))
+        await until(lambda: source.most_open == 2)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert list(source.opened) == digests[:2]
+        source.gate.set()
+    assert list(source.opened) == digests
+    assert source.most_open == 2
+
+
+async def test_a_download_that_stands_still_gives_its_place_to_the_next_and_goes_on_later(tmp_path, source):
+    stalled, other = source.add(b"s" * 50), source.add(b"o" * 50)
+    source.gate.clear()
+    async with a_store(tmp_path, source, places=Places(1, patience_s=0.01)) as store:
+        first = asyncio.create_task(store.acquire(stalled))
+        await until(lambda: source.open_now == 1)
+        second = asyncio.create_task(store.acquire(other))
+        await until(lambda: source.open_now == 2)
+        source.gate.set()
+        assert {(await first).fetched, (await second).fetched} == {True}
+        assert store._places._free._value == 1  # given back once
+
+
+async def test_a_download_without_a_byte_for_too_long_is_given_up_and_told(tmp_path, source):
+    digest = source.add(b"x" * 50)
+    source.gate.clear()
+    store = AdapterStore(tmp_path / "artifacts", source, budget_bytes=1000, retry=RetryPolicy(stall_s=0.02))
+    async with store:
+        with pytest.raises(ArtifactUnreachable, match=r"sent nothing for 0\.02 s"):
+            await store.acquire(digest)
+        assert leftovers(tmp_path) == []
+        assert source.open_now == 0
+        source.gate.set()
+        await store.acquire(digest)
+
+
+async def test_waiting_for_room_is_no_stall(tmp_path, source):
+    used, new = source.add(b"u" * 600), source.add(b"n" * 600)
+    store = AdapterStore(tmp_path / "artifacts", source, budget_bytes=1000, retry=RetryPolicy(stall_s=0.02))
+    async with store:
+        lease = await store.acquire(used)
+        waiting = asyncio.create_task(store.acquire(new))
+        await until(lambda: source.open_now == 1)
+        await asyncio.sleep(0.05)
+        lease.release()
+        assert (await waiting).fetched
 
 
 async def test_a_waiter_that_leaves_does_not_disturb_the_others(tmp_path, source):
@@ -264,6 +319,102 @@ async def test_the_least_recently_used_idle_file_makes_room(tmp_path, source):
         (await store.acquire(c)).release()
         assert files(tmp_path) == {a, c}
         assert store.cached_bytes == 800
+
+
+async def test_a_file_that_many_have_used_outlasts_newer_ones_but_not_for_ever(tmp_path, source):
+    often, *others = (source.add(bytes([n]) * 400) for n in range(12))
+    async with a_store(tmp_path, source) as store:
+        for _ in range(4):
+            (await store.acquire(often)).release()
+        for entry in store._cached.values():
+            entry.fetch_s = 1.0
+        stayed = 0
+        for digest in others:
+            (await store.acquire(digest)).release()
+            store._cached[digest].fetch_s = 1.0
+            stayed += often in files(tmp_path)
+        assert 2 < stayed < len(others)
+
+
+async def test_of_files_used_alike_the_one_that_is_slow_to_fetch_again_stays(tmp_path, source):
+    slow, quick, new = (source.add(bytes([n]) * 400) for n in range(3))
+    async with a_store(tmp_path, source) as store:
+        for digest, seconds in ((slow, 2.0), (quick, 0.1)):
+            lease = await store.acquire(digest)
+            store._cached[digest].fetch_s = seconds
+            lease.release()
+        (await store.acquire(new)).release()
+        assert files(tmp_path) == {slow, new}
+
+
+async def test_a_new_process_evicts_first_what_the_last_one_used_longest_ago(tmp_path, source):
+    a, b, c = (source.add(bytes([n]) * 400) for n in range(3))
+    async with a_store(tmp_path, source) as store:
+        for digest in (a, b):
+            (await store.acquire(digest)).release()
+    for digest, used_s in ((a, 2_000), (b, 1_000)):
+        os.utime(tmp_path / "artifacts" / digest, (used_s, used_s))
+    async with a_store(tmp_path, source) as store:
+        (await store.acquire(c)).release()
+        assert files(tmp_path) == {a, c}
+        (await store.acquire(a)).release()
+        assert (tmp_path / "artifacts" / a).stat().st_mtime > 2_000
+
+
+async def test_who_does_not_fit_beside_what_is_kept_is_refused_and_holds_up_nobody(tmp_path, source):
+    kept, large, small = source.add(b"k" * 600), source.add(b"l" * 500), source.add(b"s" * 300)
+    async with a_store(tmp_path, source) as store:
+        lease = await store.acquire(kept)
+        waiting = asyncio.create_task(store.acquire(large))
+        await until(lambda: source.open_now == 1)
+        store.keep(kept, kept=True)
+        with pytest.raises(NoSpace, match="beside those pinned"):
+            await waiting
+        (await store.acquire(small)).release()
+        assert files(tmp_path) == {kept, small}
+        store.keep(kept, kept=False)
+        lease.release()
+        (await store.acquire(large)).release()
+        assert large in files(tmp_path)
+
+
+async def test_a_file_is_removed_unless_somebody_uses_it(tmp_path, source):
+    digest = source.add(b"x" * 100)
+    async with a_store(tmp_path, source) as store:
+        store.remove(digest)
+        lease = await store.acquire(digest)
+        with pytest.raises(FailedPrecondition, match="in use"):
+            store.remove(digest)
+        lease.release()
+        store.remove(digest)
+        assert files(tmp_path) == set()
+        assert store.cached_bytes == 0
+
+
+@pytest.mark.parametrize(("content", "intact"), [(b"x" * 100, True), (b"y" * 100, False), (b"", False)])
+async def test_a_file_that_someone_found_unreadable_is_hashed_and_goes_if_it_is_damaged(
+    tmp_path, source, content, intact
+):
+    digest = source.add(b"x" * 100)
+    async with a_store(tmp_path, source) as store:
+        lease = await store.acquire(digest)
+        (tmp_path / "artifacts" / digest).write_bytes(content)
+        assert await store.recheck(digest) is intact
+        assert store.holds(digest) is intact
+        lease.release()
+        assert not await store.recheck("0" * 64)
+
+
+async def test_how_each_fetch_ended_is_told(tmp_path, source):
+    told: list[tuple[str, str]] = []
+    digest = source.add(b"x" * 100)
+    async with a_store(
+        tmp_path, source, on_fetched=lambda digest, error: told.append((digest, getattr(error, "reason", "")))
+    ) as store:
+        await asyncio.gather(*(store.acquire(digest) for _ in range(3)))
+        with pytest.raises(ArtifactNotFound):
+            await store.acquire("0" * 64)
+    assert told == [(digest, ""), ("0" * 64, "ARTIFACT_NOT_FOUND")]
 
 
 async def test_files_on_the_device_are_evicted_last(tmp_path, source):

@@ -14,7 +14,22 @@ from worker.engine.rates import StepRates
 from worker.engine.refusal import STEP_FAILED, Problem
 from worker.engine.residency import Placement, Residency
 from worker.engine.scheduler import Scheduler
-from worker.mailbox import AdapterFile, AdapterOnDevice, Compare, Compared, Failure, Output, Sampling, Submit
+from worker.mailbox import (
+    AdapterFile,
+    AdapterOnDevice,
+    Compare,
+    Compared,
+    Failure,
+    Load,
+    Output,
+    Pin,
+    Sampling,
+    Steered,
+    Submit,
+    Unload,
+    Unpin,
+    Urgency,
+)
 
 CONFIG = EngineConfig(
     vocab_size=256,
@@ -34,7 +49,7 @@ def on_device(residency: Residency) -> dict[str, AdapterOnDevice]:
     """What the slots hold or are loading, by artifact digest."""
     return {
         slot.file.artifact_digest: AdapterOnDevice(
-            slot.file.artifact_digest, slot.loading, slot.in_flight, slot.device_bytes
+            slot.file.artifact_digest, slot.loading, slot.in_flight, slot.device_bytes, slot.load_s
         )
         for slot in residency._by_index.values()
     }
@@ -61,6 +76,7 @@ class Driver:
         self.now = 100.0
         self.next_id = 1
         self.loading: dict[int, Placement] = {}
+        self.begun: set[int] = set()  # loads that cannot be dropped any more
         self.started_loads: list[str] = []
         self.prompts: dict[int, tuple[int, ...]] = {}
         self._told: dict[str, AdapterOnDevice] = {}
@@ -72,6 +88,8 @@ class Driver:
         self.aborted: set[int] = set()
         self.comparisons: dict[int, Compare] = {}
         self.compared: dict[int, Compared] = {}
+        self.orders: dict[int, Load | Unload | Pin] = {}
+        self.steered: dict[int, Steered] = {}
         self.fail_next_step = False
 
     def file(self, name: str, size: int = 0) -> AdapterFile:
@@ -136,9 +154,49 @@ class Driver:
             self._fail(failure)
         return request_id
 
+    def load(self, adapter: str | AdapterFile, urgency: Urgency = Urgency.ASKED) -> int:
+        file = self.file(adapter) if isinstance(adapter, str) else adapter
+        return self._order(Load(self.next_id, file, urgency))
+
+    def unload(self, name: str) -> int:
+        return self._order(Unload(self.next_id, name))
+
+    def pin(self, name: str, size: int = 0) -> int:
+        return self._order(Pin(self.next_id, name, size or len(name)))
+
+    def unpin(self, name: str) -> None:
+        self.scheduler.order(Unpin(name))
+        self.drop_unwanted()
+
+    def _order(self, order: Load | Unload | Pin) -> int:
+        self.next_id += 1
+        self.orders[order.request_id] = order
+        self.scheduler.order(order)
+        self.drop_unwanted()
+        self.hear()
+        return order.request_id
+
+    def hear(self) -> None:
+        """Note the orders that have been done or have failed."""
+        steered, failures = self.scheduler.take_orders_done()
+        for each in steered:
+            assert self.is_live(each.request_id)
+            self.steered[each.request_id] = each
+        for failure in failures:
+            self._fail(failure)
+
+    def drop_unwanted(self) -> None:
+        """What the loop does about loads that nobody wants any more, if none of them has begun."""
+        for slot in self.scheduler.unwanted_loads():
+            if slot not in self.begun:
+                del self.loading[slot]
+                self.scheduler.load_given_up(slot)
+        self.hear()
+
     def abort(self, *request_ids: int) -> None:
-        self.aborted.update(set(request_ids) - self.finished.keys() - self.failed.keys() - self.compared.keys())
+        self.aborted.update(request_id for request_id in request_ids if self.is_live(request_id))
         self.scheduler.abort(request_ids)
+        self.drop_unwanted()
 
     def step(self, seconds: float = 0.01) -> StepPlan | None:
         """One turn of the loop: schedule, start loads and the step, update by the step whose turn it is."""
@@ -149,7 +207,9 @@ class Driver:
             self.runner.release_adapter(slot)
         for placement in schedule.placements:
             self.loading[placement.slot] = placement
+            self.begun.discard(placement.slot)
             self.started_loads.append(placement.file.artifact_digest)
+        self.hear()
         self.now += seconds
         plan = schedule.plan
         if plan is not None:
@@ -197,14 +257,16 @@ class Driver:
         placement = self.loading.pop(slot)
         load = self.runner.prepare_adapter(slot, Path(placement.file.path), placement.chunk_ids)
         self.scheduler.adapter_loaded(slot, load, seconds, self.now)
+        self.hear()
 
     def fail_load(self, slot: int) -> None:
         del self.loading[slot]
-        for failure in self.scheduler.adapter_failed(slot, LOAD_FAILURE):
+        for failure in self.scheduler.adapter_failed(slot, LOAD_FAILURE)[1]:
             self._fail(failure)
+        self.hear()
 
     def is_live(self, request_id: int) -> bool:
-        ended: list[Container[int]] = [self.finished, self.failed, self.aborted, self.compared]
+        ended: list[Container[int]] = [self.finished, self.failed, self.aborted, self.compared, self.steered]
         return not any(request_id in ends for ends in ended)
 
     @property
@@ -215,14 +277,19 @@ class Driver:
     def comparing(self) -> list[int]:
         return [request_id for request_id in self.comparisons if self.is_live(request_id)]
 
+    @property
+    def ordering(self) -> list[int]:
+        return [request_id for request_id in self.orders if self.is_live(request_id)]
+
     def run_until_idle(self, *, max_steps: int = 1000) -> int:
         """Step, ending loads as they come, until no request is left; returns the number of turns it took."""
         for turn in range(max_steps):
-            if not self.live and not self.comparing and not self.in_flight:
+            if not (self.live or self.comparing or self.ordering or self.in_flight):
                 return turn
             self.step()
             self.finish_loads()
-        raise AssertionError(f"requests {self.live}, {self.comparing} still live after {max_steps} turns")
+        left = (self.live, self.comparing, self.ordering)
+        raise AssertionError(f"requests, comparisons, orders {left} still live after {max_steps} turns")
 
     def _fail(self, failure: Failure) -> None:
         assert self.is_live(failure.request_id)

@@ -235,13 +235,14 @@ def test_a_failed_load_fails_its_waiters_with_its_reason_and_frees_the_slot(driv
     assert driver.finished[other].finish == "length"
 
 
-def test_a_load_without_waiters_left_stays_usable(drive: Drive) -> None:
+def test_a_load_that_has_begun_without_waiters_left_stays_usable(drive: Drive) -> None:
     driver = drive(max_resident_adapters=1)
     driver.abort(driver.submit(adapter="a"))
     driver.step()
     assert driver.started_loads == []
     gone = driver.submit(adapter="a")
     driver.step()
+    driver.begun.update(driver.loading)
     driver.abort(gone)
     driver.finish_loads()
     later = driver.submit(adapter="a")

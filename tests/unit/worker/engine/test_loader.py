@@ -72,3 +72,55 @@ def test_closing_waits_for_a_hanging_load_only_so_long() -> None:
     loader.close(timeout_s=0.05)
     assert all(thread.daemon for thread in loader._threads)
     gate.set()
+
+
+class Held:
+    """A loader of one thread, whose loads wait for `gate`."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+        self.first = threading.Event()
+        self.gate = threading.Event()
+        self.done = threading.Semaphore(0)
+        self.loader = Loader(self._prepare, self.done.release, num_threads=1)
+
+    def _prepare(self, slot: int, path: Path, chunk_ids: tuple[int, ...]) -> AdapterLoad:
+        self.begun.append(slot)
+        self.first.set()
+        assert self.gate.wait(10)
+        return AdapterLoad(1, 0)
+
+    def start(self, slot: int, urgency: int) -> None:
+        self.loader.start(slot, Path("a"), (), urgency)
+
+    def finish(self, count: int) -> list[int]:
+        self.gate.set()
+        for _ in range(count):
+            assert self.done.acquire(timeout=10)
+        self.loader.close(timeout_s=10)
+        return self.begun
+
+
+def test_the_most_urgent_load_begins_first_and_one_may_become_so() -> None:
+    held = Held()
+    held.start(0, 0)
+    assert held.first.wait(10)
+    for slot, urgency in ((1, 2), (2, 1), (3, -1), (4, 1), (5, 2)):
+        held.start(slot, urgency)
+    held.loader.hurry(5)
+    held.loader.hurry(0)  # has begun
+    held.loader.hurry(9)  # is not known
+    assert held.finish(6) == [0, 3, 5, 2, 4, 1]
+
+
+def test_a_load_that_has_not_begun_can_be_dropped() -> None:
+    held = Held()
+    held.start(0, 0)
+    assert held.first.wait(10)
+    held.start(1, 0)
+    held.start(2, 0)
+    assert held.loader.cancel(1)
+    assert not held.loader.cancel(1)
+    assert not held.loader.cancel(0)
+    assert held.finish(2) == [0, 2]
+    assert [loaded.slot for loaded in held.loader.completed()] == [0, 2]

@@ -203,11 +203,13 @@ def test_a_frame_tells_of_the_adapters_that_changed_alone(start: Start, adapter:
 
 def test_an_abort_during_a_load_leaves_the_adapter_for_later(start: Start, adapter: Make) -> None:
     gate = threading.Event()
-    client = start(FakeRunner(load_gate=gate)).client
+    runner = FakeRunner(load_gate=gate)
+    client = start(runner).client
     path = adapter("slow")
     client.submit(1, adapter=path)
     while not client.adapters:
         client.read()
+    assert runner.loads_begun.acquire(timeout=20)
     client.abort(1)
     while client.steps[-1].status.waiting_requests:
         client.read()

@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.fake_runner import expected_comparison, expected_tokens
 from tests.unit.worker.engine.driver import Driver, on_device
 from worker.engine.arena import Use
+from worker.mailbox import Load, Pin, Unload, Urgency
 
 SIZES = {"a": 10, "b": 20, "c": 30, "d": 10, "e": 40, "f": 50}
 adapters = st.none() | st.sampled_from(sorted(SIZES))
@@ -50,7 +51,11 @@ def check_ownership(driver: Driver) -> None:
     assert residency.used_bytes == sum(a.device_bytes for a in on_device(residency).values())
     assert residency.idle_chunks == sum(len(slot.chunk_ids) for slot in residency._by_index.values() if slot.idle)
     assert driver.told() == on_device(residency)
-    assert set(residency.unused()) == {slot for slot in residency._by_index.values() if slot.idle and not slot.uses}
+    assert set(residency.unused()) == {s for s in residency._by_index.values() if not (s.loading or s.uses)}
+    assert all(slot.pinned == (digest in residency.pinned) for digest, slot in residency._by_digest.items())
+    idle_slots = {slot.index for slot in residency._by_index.values() if slot.idle}
+    assert set(memory._idle_adapters.in_order()) == idle_slots  # what may leave: nothing pinned, used or on its way
+    assert not any(slot.unload_ids for slot in residency._by_index.values() if slot.idle or slot.pinned)
     for adapter in on_device(residency).values():
         slot = residency.find(adapter.artifact_digest)
         assert slot is not None
@@ -65,8 +70,9 @@ def check_ownership(driver: Driver) -> None:
 
 def check_answers(driver: Driver) -> None:
     """Every request ended once, and what finished has the tokens it would have had alone."""
-    ends = [set(driver.finished), set(driver.failed), driver.aborted, set(driver.compared)]
-    assert sum(len(end) for end in ends) == len(driver.prompts) + len(driver.comparisons) == len(set.union(*ends))
+    ends = [set(driver.finished), set(driver.failed), driver.aborted, set(driver.compared), set(driver.steered)]
+    asked = len(driver.prompts) + len(driver.comparisons) + len(driver.orders)
+    assert sum(len(end) for end in ends) == asked == len(set.union(*ends))
     for request_id in driver.finished:
         file = driver.adapters[request_id]
         adapter = b"" if file is None else (driver.folder / file.artifact_digest).read_bytes()
@@ -84,15 +90,16 @@ class Engine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.kept: set[str] = set()
         self.folder = tempfile.TemporaryDirectory()
-        # Little of everything, so that all limits bind: 3 running, 2 slots, 60 bytes, 12 blocks of 4 tokens.
+        # Little of everything, so that all limits bind: 3 running, 3 slots, 60 bytes, 16 blocks of 4 tokens.
         self.driver = Driver(
             Path(self.folder.name),
             max_in_flight=self.max_in_flight,
             max_running_requests=3,
-            max_resident_adapters=2,
+            max_resident_adapters=3,
             max_adapter_bytes=60,
-            total_blocks=12,
+            total_blocks=16,
             chunk_bytes=16,
             adapter_chunk_bytes=15,
             max_context_tokens=48,
@@ -120,10 +127,37 @@ class Engine(RuleBasedStateMachine):
         files = [self.driver.file(name, SIZES[name]) for name in (exact, measured)]
         self.driver.compare(tuple(range(1, count + 1)), files[0], files[1], first=count // 2)
 
-    @precondition(lambda self: self.driver.prompts or self.driver.comparisons)
+    @rule(name=st.sampled_from(sorted(SIZES)), urgency=st.sampled_from(Urgency))
+    def load(self, name: str, urgency: Urgency) -> None:
+        self.driver.load(self.driver.file(name, SIZES[name]), urgency)
+
+    @rule(name=st.sampled_from(sorted(SIZES)))
+    def unload(self, name: str) -> None:
+        residency = self.driver.scheduler._memory.residency
+        order = self.driver.unload(name)
+        if order in self.driver.steered:
+            assert residency.find(name) is None
+            assert name not in residency.pinned
+
+    @rule(name=st.sampled_from(["a", "b", "c", "d"]), pinned=st.booleans())
+    def pin(self, name: str, pinned: bool) -> None:
+        if pinned:
+            self.driver.pin(name, SIZES[name])
+        else:
+            self.driver.unpin(name)
+
+    @precondition(lambda self: self.driver.loading)
+    @rule()
+    def begin_loads(self) -> None:
+        self.driver.begun.update(self.driver.loading)
+
+    @precondition(lambda self: self.driver.prompts or self.driver.comparisons or self.driver.orders)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        known = sorted([*self.driver.prompts, *self.driver.comparisons])
+        loads = [order_id for order_id, order in self.driver.orders.items() if isinstance(order, Load)]
+        known = sorted([*self.driver.prompts, *self.driver.comparisons, *loads])
+        if not known:
+            return
         self.driver.abort(*data.draw(st.lists(st.sampled_from(known), max_size=3)))
 
     @precondition(lambda self: self.driver.loading)
@@ -151,10 +185,18 @@ class Engine(RuleBasedStateMachine):
         check_ownership(self.driver)
         residency = self.driver.scheduler._memory.residency
         assert residency.used_bytes <= 60
+        self.pinned_stay()
         for adapter in on_device(residency).values():
             slot = residency.find(adapter.artifact_digest)
             assert slot is not None
             assert adapter.loading == (slot.index in self.driver.loading)
+
+    def pinned_stay(self) -> None:
+        """A pinned adapter that was on the device and is pinned still is there still."""
+        residency = self.driver.scheduler._memory.residency
+        there = {digest for digest, slot in residency._by_digest.items() if slot.pinned and not slot.loading}
+        assert self.kept & set(residency.pinned) <= there
+        self.kept = there
 
     @invariant()
     def the_first_in_order_never_waits_for_nothing(self) -> None:
@@ -168,11 +210,12 @@ class Engine(RuleBasedStateMachine):
         driver = self.driver
         try:
             # Each turn ends all loads, and each running request gains a token or a chunk: a generous bound.
-            driver.run_until_idle(max_steps=100 + 120 * (len(driver.live) + len(driver.comparing)))
+            left = len(driver.live) + len(driver.comparing) + len(driver.ordering)
+            driver.run_until_idle(max_steps=100 + 120 * left)
             driver.finish_loads()  # those that nobody waits for any more
             status = driver.scheduler.status()
             assert (status.running_requests, status.waiting_requests, status.queued_prefill_tokens) == (0, 0, 0)
-            assert status.free_blocks == driver.config.total_blocks
+            assert status.free_blocks == driver.config.total_blocks - status.pinned_chunks
             assert not any(adapter.in_flight or adapter.loading for adapter in driver.told().values())
             check_answers(driver)
             driver.submit()
@@ -218,8 +261,8 @@ def test_10_000_random_operations_leak_nothing_and_end_everything(
     for name, size in SIZES.items():
         (tmp_path / name).write_bytes(name.encode() * size)
     for number in range(10_000):
-        kinds = ("submit", "compare", "abort", "load", "fail load", "step", "fail step")
-        match rng.choices(kinds, (15, 6, 2, 12, 1, 70, 0.6))[0]:
+        kinds = ("submit", "compare", "abort", "load", "fail load", "step", "fail step", "order", "pin", "begin")
+        match rng.choices(kinds, (15, 6, 2, 12, 1, 70, 0.6, 6, 2, 3))[0]:
             case "submit" if len(driver.live) < 40:
                 wanted = rng.choice([None, None, *SIZES])
                 file = None if wanted is None else driver.file(wanted, SIZES[wanted])
@@ -234,6 +277,20 @@ def test_10_000_random_operations_leak_nothing_and_end_everything(
                 driver.finish_load(rng.choice(list(driver.loading)), seconds=rng.random())
             case "fail load" if driver.loading:
                 driver.fail_load(rng.choice(list(driver.loading)))
+            case "order":
+                name = rng.choice(sorted(SIZES))
+                if rng.random() < 0.5:
+                    driver.unload(name)
+                elif len(driver.ordering) < 5:
+                    driver.load(driver.file(name, SIZES[name]), rng.choice(list(Urgency)))
+            case "pin":
+                name = rng.choice("abd")
+                if rng.random() < 0.5:
+                    driver.pin(name, SIZES[name])
+                else:
+                    driver.unpin(name)
+            case "begin":
+                driver.begun.update(driver.loading)
             case "step":
                 driver.step(rng.choice([0.01, 0.01, 0.5]))
             case "fail step":
@@ -247,12 +304,15 @@ def test_10_000_random_operations_leak_nothing_and_end_everything(
     check_ownership(driver)
     check_answers(driver)
     status = driver.scheduler.status()
-    assert (status.kv_blocks, status.free_blocks) == (0, 40)
-    assert {failure.reason for failure in driver.failed.values()} <= {"CORRUPT_ARTIFACT", "INTERNAL"}
+    assert (status.kv_blocks, status.free_blocks) == (0, 40 - status.pinned_chunks)
+    reasons = {failure.reason for request_id, failure in driver.failed.items() if request_id in driver.prompts}
+    assert reasons <= {"CORRUPT_ARTIFACT", "INTERNAL"}
     # What the test is about did happen.
     assert status.num_preempted > 10
     assert status.num_cached_tokens > 1000
     assert len(driver.started_loads) > 100
     assert len(driver.finished) > 500
     assert len(driver.compared) > 2
+    orders = [type(driver.orders[order_id]) for order_id in driver.steered]
+    assert min(orders.count(Load), orders.count(Unload), orders.count(Pin)) > 10
     assert (driver.num_ahead > 1000) == (max_in_flight > 1)

@@ -1,0 +1,309 @@
+"""What a worker is told to do about adapters ahead of requests: load, prefetch, unload, pin.
+
+Owns the pins, with a lease on each pinned adapter's file, and the prefetches under way. Pins are the epoch's: they are
+forgotten when the engine is lost, and routers send them again. Knows nothing of protobuf.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Coroutine
+from contextvars import Context
+from typing import Any, Final, Protocol, Self
+
+import structlog
+
+from common.backoff import Backoff
+from loraplex.errors import (
+    DeadlineUnreachable,
+    EngineDown,
+    FailedPrecondition,
+    LoraplexError,
+    QueueFull,
+    ResourceExhausted,
+)
+from worker.adapters.access import UNHURRIED_S, AdapterAccess
+from worker.adapters.store import AdapterStore
+from worker.deadline import time_to_wait
+from worker.engine_client import EngineClient
+from worker.engine_orders import carry_out
+from worker.mailbox import AdapterFile, Load, Pin, Unload, Urgency
+from worker.requests import CheckedAdapter
+from worker.status import Tier
+
+log = structlog.get_logger(__name__)
+
+MAX_PREFETCHES: Final = 64
+_RETRY_AFTER_S: Final = 1.0
+_BACKOFF: Final = Backoff(first_s=1.0, longest_s=300.0)
+
+
+class Waiter(Protocol):
+    """A request that waits for its adapter."""
+
+    def give_up_waiting(self, error: LoraplexError) -> None:
+        """End with an error, unless it has begun."""
+
+
+class Steering:
+    """Carries out what routers and operators want of adapters, while `async with` lasts.
+
+    `where` tells an adapter's tier, None for nowhere; `num_users` how many requests use one; `on_change` hears of an
+    adapter whose pin has changed.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        store: AdapterStore,
+        access: AdapterAccess,
+        *,
+        where: Callable[[str], Tier | None],
+        num_users: Callable[[str], int],
+        on_change: Callable[[str], None],
+        backoff: Backoff = _BACKOFF,
+    ) -> None:
+        self._engine, self._store, self._access = engine, store, access
+        self._where, self._num_users, self._on_change = where, num_users, on_change
+        self._backoff = backoff
+        self._pins: dict[str, asyncio.Task[None]] = {}  # each brings its adapter here and then holds its file
+        self._pin_turn = asyncio.Lock()
+        self._prefetches: dict[str, asyncio.Task[None]] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+
+    async def __aenter__(self) -> Self:
+        self._tasks = await asyncio.TaskGroup().__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.stop()
+        tasks, self._tasks = self._tasks, None
+        if tasks is not None:
+            await tasks.__aexit__(None, None, None)
+
+    @property
+    def num_pinned(self) -> int:
+        """Pinned adapters."""
+        return len(self._pins)
+
+    @property
+    def num_leases(self) -> int:
+        """Leases that pins hold or wait for."""
+        return sum(not task.done() for task in self._pins.values())
+
+    def is_pinned(self, artifact_digest: str) -> bool:
+        """Tell whether an adapter is to be kept."""
+        return artifact_digest in self._pins
+
+    def stop(self) -> None:
+        """Give up prefetches and pins: the worker goes away."""
+        for prefetch in self._prefetches.values():
+            prefetch.cancel()
+        self.forget_pins()
+
+    def forget_pins(self) -> None:
+        """Keep nothing any more; to be called when the engine was lost."""
+        for digest in list(self._pins):
+            self._forget(digest)
+
+    async def load(self, adapter: CheckedAdapter, remaining_s: float | None) -> tuple[Tier, float]:
+        """Bring an adapter to the device; returns where it was and the seconds it took.
+
+        Raises what leasing its file and the engine refuse with, and DeadlineUnreachable.
+        """
+        digest, began_s = adapter.artifact_digest, time.monotonic()
+        tier = self._where(digest) or Tier.SOURCE
+        lease = await self._access.acquire(adapter, remaining_s)
+        try:
+            left_s = UNHURRIED_S if remaining_s is None else time_to_wait(remaining_s) - (time.monotonic() - began_s)
+            async with asyncio.timeout(left_s):
+                await self._bring(lease.file, Urgency.ASKED)
+        except TimeoutError:
+            raise DeadlineUnreachable(
+                f"adapter artifact {digest[:12]} is in this worker's cache, but did not find room on its device within "
+                "the deadline; try again later, or unpin others",
+                retry_after_s=_RETRY_AFTER_S,
+            ) from None
+        finally:
+            lease.release()
+        return tier, time.monotonic() - began_s
+
+    def prefetch(self, adapter: CheckedAdapter, *, to_device: bool) -> Tier:
+        """Start to bring an adapter to the disk, or to the device if there is room; returns where it is now.
+
+        Raises QueueFull where too many are under way.
+        """
+        digest = adapter.artifact_digest
+        tier = self._where(digest) or Tier.SOURCE
+        there = (Tier.DEVICE,) if to_device else (Tier.DEVICE, Tier.HOST, Tier.DISK)
+        if tier in there or digest in self._prefetches:
+            return tier
+        if len(self._prefetches) >= MAX_PREFETCHES:
+            raise QueueFull(
+                f"{MAX_PREFETCHES} adapters are being prefetched already; try again later",
+                retry_after_s=_RETRY_AFTER_S,
+                limit=MAX_PREFETCHES,
+            )
+        task = self._prefetches[digest] = self._start(self._prefetch(adapter, to_device=to_device))
+        task.add_done_callback(lambda _: self._prefetches.pop(digest, None))
+        return tier
+
+    async def unload(self, artifact_digest: str, *, from_disk: bool) -> Tier | None:
+        """Take an adapter off the device, and off the disk if asked; returns where it was.
+
+        Raises FailedPrecondition while a request uses it or it is pinned.
+        """
+        if self.is_pinned(artifact_digest):
+            raise FailedPrecondition("the adapter is pinned on this worker; unpin it first", field="artifact_digest")
+        if self._num_users(artifact_digest):
+            raise FailedPrecondition(
+                "requests on this worker use the adapter; try again when they have ended", field="artifact_digest"
+            )
+        tier = self._where(artifact_digest)
+        prefetch = self._prefetches.get(artifact_digest)
+        if prefetch is not None:
+            prefetch.cancel()
+            await asyncio.wait([prefetch])
+        await carry_out(self._engine, lambda order_id: Unload(order_id, artifact_digest))
+        if from_disk:
+            self._store.remove(artifact_digest)
+        return tier
+
+    async def pin(self, adapter: CheckedAdapter, artifact_bytes: int) -> Tier:
+        """Keep an adapter whatever the demand, and start to bring it here; returns where it is now.
+
+        `artifact_bytes` is its size as far as the caller knows. Raises ResourceExhausted where pins leave no room.
+        """
+        digest = adapter.artifact_digest
+        async with self._pin_turn:
+            if digest not in self._pins:
+                await self._reserve(digest, self._store.size_bytes(digest) or max(1, artifact_bytes))
+                self._pins[digest] = self._start(self._keep(adapter))
+                self._on_change(digest)
+        return self._where(digest) or Tier.SOURCE
+
+    async def unpin(self, artifact_digest: str) -> Tier | None:
+        """Keep an adapter no longer; returns where it is."""
+        async with self._pin_turn:
+            if artifact_digest in self._pins:
+                self._engine.unpin(artifact_digest)
+                self._forget(artifact_digest)
+        return self._where(artifact_digest)
+
+    async def _reserve(self, artifact_digest: str, artifact_bytes: int) -> None:
+        epoch = self._engine.epoch
+        try:
+            await carry_out(self._engine, lambda order_id: Pin(order_id, artifact_digest, artifact_bytes))
+        except asyncio.CancelledError:
+            self._engine.unpin(artifact_digest)
+            raise
+        if self._engine.epoch != epoch:
+            raise self._engine.down_error()
+
+    def check_deadline(self, adapter: CheckedAdapter, remaining_s: float | None) -> None:
+        """Refuse at once a request whose adapter cannot be on the device before its deadline, by what loads have taken.
+
+        The adapter is brought all the same, so that the request can come again. Raises DeadlineUnreachable.
+        """
+        tier = self._where(adapter.artifact_digest)
+        if remaining_s is None or tier is Tier.DEVICE:
+            return
+        num_bytes = self._store.size_bytes(adapter.artifact_digest) or adapter.artifact_bytes
+        expected_s = self._access.expected_s(num_bytes, fetch=tier is None)
+        if expected_s is None or expected_s <= remaining_s:
+            return
+        with contextlib.suppress(QueueFull):
+            self.prefetch(adapter, to_device=True)
+        raise DeadlineUnreachable(
+            f"bringing the adapter to the device takes some {expected_s:.2g} s, and the deadline is in "
+            f"{remaining_s:.2g} s; it is on its way now, so try again, or give more time",
+            retry_after_s=expected_s,
+        )
+
+    def limit_wait(
+        self, generation: Waiter, adapter: CheckedAdapter, remaining_s: float | None
+    ) -> asyncio.TimerHandle | None:
+        """Have a request that waits for its adapter be told before its deadline that it does not make it.
+
+        Returns what to cancel when it ends.
+        """
+        if remaining_s is None or self._where(adapter.artifact_digest) is Tier.DEVICE:
+            return None
+        size_bytes = self._store.size_bytes(adapter.artifact_digest) or adapter.artifact_bytes
+        error = DeadlineUnreachable(
+            "the adapter did not come to the device, or the request to its turn, before the deadline; try again later",
+            retry_after_s=max(_RETRY_AFTER_S, self._access.expected_s(size_bytes, fetch=False) or 0.0),
+        )
+        return asyncio.get_running_loop().call_later(time_to_wait(remaining_s), generation.give_up_waiting, error)
+
+    def load_failed(self, artifact_digest: str, error: LoraplexError) -> None:
+        """Note that the engine could not load an adapter; what that means takes a while to find out."""
+        self._start(self._access.load_failed(artifact_digest, error))
+
+    async def _bring(self, file: AdapterFile, urgency: Urgency) -> None:
+        await carry_out(self._engine, lambda order_id: Load(order_id, file, urgency))
+
+    async def _prefetch(self, adapter: CheckedAdapter, *, to_device: bool) -> None:
+        try:
+            lease = await self._access.acquire(adapter, None)
+            try:
+                if to_device:
+                    await self._bring(lease.file, Urgency.AHEAD)
+            finally:
+                lease.release()
+        except LoraplexError as error:
+            log.info("adapter.not_prefetched", artifact=adapter.artifact_digest[:12], reason=error.reason)
+
+    async def _keep(self, adapter: CheckedAdapter) -> None:
+        """Bring a pinned adapter to the device, trying for as long as it takes, and hold its file."""
+        digest, failures, lease = adapter.artifact_digest, 0, None
+        reserved = self._store.size_bytes(digest)
+        try:
+            while True:
+                try:
+                    lease = await self._access.acquire(adapter, None)
+                    if lease.file.artifact_bytes != reserved:  # perhaps not what the caller believed
+                        reserved = lease.file.artifact_bytes
+                        await self._reserve(digest, reserved)
+                    self._store.keep(digest, kept=True)
+                    await self._bring(lease.file, Urgency.PINNED)
+                    break
+                except EngineDown:
+                    return  # pins are forgotten with the epoch
+                except ResourceExhausted as error:
+                    log.warning("adapter.unpinned", artifact=digest[:12], why=error.message)
+                    await self.unpin(digest)
+                    return
+                except LoraplexError as error:
+                    failures += 1
+                    pause_s = error.retry_after_s or self._backoff.pause_s(failures)
+                    log.warning("adapter.pin_waits", artifact=digest[:12], reason=error.reason, again_in_s=pause_s)
+                if lease is not None:
+                    lease.release()
+                    lease = None
+                await asyncio.sleep(pause_s)
+            await asyncio.get_running_loop().create_future()  # for ever: until it is unpinned
+        finally:
+            self._store.keep(digest, kept=False)
+            if lease is not None:
+                lease.release()
+
+    def _forget(self, artifact_digest: str) -> None:
+        self._pins.pop(artifact_digest).cancel()
+        self._on_change(artifact_digest)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        if self._tasks is None:
+            work.close()
+            raise RuntimeError("adapters are steered outside of `async with`")
+        return self._tasks.create_task(_guarded(work), context=Context())  # not of the call that began it
+
+
+async def _guarded(work: Coroutine[Any, Any, None]) -> None:
+    """Do background work whose failure is nobody's end."""
+    try:
+        await work
+    except Exception:
+        log.exception("adapter.steering_broke")
