@@ -162,7 +162,7 @@ def make_variant(name: str, base_folder: Path, folder: Path) -> Path:
             if variant.config.get("init_lora_weights") == "eva":
                 initialize_lora_eva_weights(model, _batches(), show_progress_bar=False)
             train(model, variant.dtype)
-            model.save_pretrained(str(folder), **({"save_embedding_layers": True} if variant.copies else {}))
+            model.save_pretrained(str(folder), save_embedding_layers=variant.copies or "auto")
     if variant.renamed is not None:
         shutil.copytree(folder, folder / _UNTOUCHED)
         tensors = load_file(folder / "adapter_model.safetensors")

@@ -18,8 +18,7 @@ from loraplex.errors import FailedPrecondition, InvalidBaseModel
 from loraplex.manifest import MAX_HEADER_BYTES, weight_files
 from loraplex.safetensors_header import TensorEntry, read_header
 
-BLOCK_VALUES: Final = 2**22
-"""About how many values are read at a time: 16 MiB in float32."""
+_BLOCK_VALUES: Final = 2**19  # read at a time; as float32 they stay in the caches
 
 
 class BaseWeights:
@@ -40,10 +39,13 @@ class BaseWeights:
         )
 
     def rows(self, name: str) -> Iterator[tuple[int, NDArray[np.float32]]]:
-        """Yield (first row, rows) of a matrix [n, m] in float32. Raises InvalidBaseModel where it is not a matrix."""
+        """Yield (first row, rows) of a matrix [n, m] in float32; the rows are the caller's to write to.
+
+        Raises InvalidBaseModel where it is not a matrix.
+        """
         file, entry = self._entry(name, 2)
         num_rows, width = entry.shape
-        step = max(1, BLOCK_VALUES // max(1, width))
+        step = max(1, _BLOCK_VALUES // max(1, width))
         for start in range(0, num_rows, step):
             stop = min(start + step, num_rows)
             yield start, _read(file, entry, start * width, stop * width).reshape(stop - start, width)
@@ -69,7 +71,11 @@ def _read(file: Path, entry: TensorEntry, start: int, stop: int) -> NDArray[np.f
     values = np.fromfile(file, dtype, stop - start, offset=entry.start + start * dtype.itemsize)
     if len(values) != stop - start:
         raise InvalidBaseModel(f"{file.name} ends too early; it has changed meanwhile", field="base")
-    return widen(values, entry.dtype)
+    if entry.dtype != "BF16":
+        return widen(values, entry.dtype)
+    bits = values.astype(np.uint32)
+    bits <<= 16  # in place: a third of the time
+    return bits.view(np.float32)
 
 
 WeightsSource = Callable[[str], BaseWeights]

@@ -21,6 +21,9 @@ from common.adapter_format.rounding import round_int8
 INT8_ERROR: Final = 0.012
 """Relative error of a module's weight above which it gets corrections, while it may have more."""
 _ROWS_PER_CORRECTION: Final = 16
+# Rows as long as a vocabulary have larger largest values, so that all of them lose more.
+_LONG_ROW: Final = 2**15
+_LONG_ROWS_PER_CORRECTION: Final = 4
 _LEAST_STEP: Final = float(np.finfo(np.float32).tiny)
 
 
@@ -35,9 +38,9 @@ class Rounded:
     weights: NDArray[np.float64]
 
 
-def max_corrections(rank: int) -> int:
-    """Return how many rank rows a module of `rank` may get in addition."""
-    return max(1, rank // _ROWS_PER_CORRECTION)
+def max_corrections(rank: int, longest_row: int = 0) -> int:
+    """Return how many rank rows a module of `rank`, with rows of so many values at most, may get in addition."""
+    return max(1, rank // (_ROWS_PER_CORRECTION if longest_row < _LONG_ROW else _LONG_ROWS_PER_CORRECTION))
 
 
 def corrected(rounded: Rounded, factors: Factors, off: Factors, error: float) -> tuple[Rounded, float]:
@@ -49,7 +52,7 @@ def corrected(rounded: Rounded, factors: Factors, off: Factors, error: float) ->
     exact = {"a": factors.a[0], "b": factors.b[0]}
     lost = {"a": off.a[0].copy(), "b": off.b[0].copy()}
     other = {"a": "b", "b": "a"}
-    for _ in range(max_corrections(rank)):
+    for _ in range(max_corrections(rank, max(factors.a.shape[2], factors.b.shape[2]))):
         if error <= INT8_ERROR:
             break
         sizes = {f: rounded.weights[:rank] * _norms(lost[f]) * _norms(exact[other[f]]) for f in "ab"}

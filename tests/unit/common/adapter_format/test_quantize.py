@@ -142,6 +142,17 @@ def test_values_that_no_scale_can_hold_are_refused_by_name(form):
         quantize(adapter_of(good, bad), form)
 
 
+@pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
+def test_rows_as_long_as_a_vocabulary_keep_to_the_promise_by_more_corrections(name):
+    rng = np.random.default_rng(5)
+    inner, out = (40_000, 64) if name == "embed_tokens" else (64, 40_000)
+    a, b = rng.standard_normal((16, inner), dtype=np.float32), rng.standard_normal((out, 16), dtype=np.float32)
+    exact = PackedAdapter("v", "b", "none", (PackedModule(name, 16, 0.5, "F32", a, b),))
+    quantized = quantize(exact, "int8")
+    assert quantized.errors[0] <= INT8_ERROR
+    assert quantized.adapter.modules[0].rank <= 20
+
+
 @pytest.mark.parametrize("form", ["int8", "int4"])
 def test_a_module_that_does_nothing_stays_so(form):
     zero = PackedModule(
