@@ -208,6 +208,7 @@ def _config(options: EngineOptions, runner: OpenedRunner, prefill_tokens_per_sec
         max_prefill_tokens=options.max_prefill_tokens or step_tokens(prefill_tokens_per_second),
         max_resident_adapters=options.max_resident_adapters,
         max_adapter_bytes=options.max_adapter_bytes,
+        max_vocabulary_bytes=options.max_vocabulary_bytes,
         max_adapter_wait_s=options.max_adapter_wait_s,
         mixed_batch_ratio=options.mixed_batch_ratio,
         prefix_cache=options.prefix_cache,

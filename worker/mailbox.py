@@ -41,6 +41,15 @@ class AdapterFile(msgspec.Struct, frozen=True, array_like=True):
     artifact_digest: str
     path: str
     artifact_bytes: int
+    outside_bytes: int = 0
+    """Those of the file that do not go into the arena: embedding and head."""
+    vocabulary_bytes: int = 0
+    """What these take on the device."""
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of the file that go into the arena."""
+        return self.artifact_bytes - self.outside_bytes
 
 
 # Front end to engine.

@@ -23,6 +23,7 @@ from tests.integration.golden import EngineSession
 from tests.packed_oracle import packed_logits
 from tests.peft_variants import BASES, PROMPTS, VARIANTS, load_base, make_variant, peft_model, write_base
 from tests.unit.worker.model.tiny import first_logits, greedy_logits, open_runner, whole_logits
+from worker.adapters.outside import outside_of
 from worker.mailbox import AdapterFile, Sampling
 from worker.model.runner import ModelRunner
 
@@ -88,7 +89,7 @@ def matrix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         digest = pack(adapter, file)
         answers = [greedy_logits(peft_model(base, made), prompt, NUM_TOKENS) for prompt in PROMPTS]
         variants[name] = Expected(
-            AdapterFile(digest, str(file), file.stat().st_size),
+            AdapterFile(digest, str(file), file.stat().st_size, *outside_of(file)),
             tuple(rows[0] for rows in answers),
             tuple(rows.argmax(dim=-1).tolist() for rows in answers),
         )

@@ -29,6 +29,7 @@ from loraplex.errors import FailedPrecondition, LoraplexError, NoSpace
 from loraplex.folder_lock import FolderLock
 from worker.adapters.download import Partial, RetryPolicy, disk_error, download
 from worker.adapters.full_disk import FullDisk
+from worker.adapters.outside import NOTHING, Outside, outside_of
 from worker.adapters.pace import Pace
 from worker.adapters.places import Places
 from worker.adapters.source import ArtifactSource
@@ -51,6 +52,8 @@ class _Cached:
     verified: bool
     fetch_s: float
     """What fetching it took, or would take as far as is known."""
+    outside: Outside = NOTHING
+    """What of it does not go into the arena; known once it is verified."""
     uses: int = 0
     touched_s: float = 0.0
     """When the file last was told to be in use, for the next process to know."""
@@ -197,7 +200,8 @@ class AdapterStore:
             self._release(artifact_digest)
             raise
         entry.uses += 1
-        file = AdapterFile(artifact_digest, str(self._folder / artifact_digest), entry.size_bytes)
+        path = str(self._folder / artifact_digest)
+        file = AdapterFile(artifact_digest, path, entry.size_bytes, *entry.outside)
         return Lease(file, fetched, waited, lambda: self._release(artifact_digest))
 
     def keep(self, artifact_digest: str, *, kept: bool) -> None:
@@ -289,6 +293,7 @@ class AdapterStore:
         entry = self._cached.get(artifact_digest)
         if entry is not None:
             if await asyncio.to_thread(_is_intact, target, artifact_digest, entry.size_bytes):
+                entry.outside = await asyncio.to_thread(outside_of, target)
                 entry.verified = True
                 return
             log.warning("artifact.corrupt_on_disk", artifact=artifact_digest[:12], what_now="it is fetched anew")
@@ -325,10 +330,11 @@ class AdapterStore:
                     raise
                 raise self._full_disk.met(self._clock()) from again
         self._full_disk.over()
+        outside = await asyncio.to_thread(outside_of, partial.path)
         partial.path.replace(target)  # no await from here to the entry: a file is never there without it
         seconds = time.monotonic() - started_s
         self._pace.add(partial.size_bytes, seconds)
-        self._cached[artifact_digest] = _Cached(partial.size_bytes, verified=True, fetch_s=seconds)
+        self._cached[artifact_digest] = _Cached(partial.size_bytes, verified=True, fetch_s=seconds, outside=outside)
         self._retire(artifact_digest)
         fetch.reserved_bytes = 0
         log.info("artifact.fetched", artifact=artifact_digest[:12], size_bytes=partial.size_bytes)

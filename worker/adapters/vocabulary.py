@@ -20,6 +20,7 @@ from torch import Tensor
 from common.adapter_format.packed import EMBEDDING, HEAD, PackedAdapter, PackedAffine, PackedMatrix, PackedModule
 from common.adapter_format.parts import dequantize
 from loraplex.errors import CorruptArtifact, ResourceExhausted, TooLarge
+from worker.adapters.outside import matrix_bytes, module_bytes
 from worker.kernels.linear import Linear
 from worker.kernels.vocabulary import EmbeddingChange, HeadChange, OutputAffine, VocabularyChange
 
@@ -77,7 +78,8 @@ class VocabularyMemory:
             self._check_module(module, file_name)
         for matrix in matrices.values():
             self._check_matrix(matrix, file_name)
-        num_bytes = sum(map(_module_bytes, modules.values())) + sum(map(self._matrix_bytes, matrices.values()))
+        num_bytes = sum(map(_module_bytes, modules.values()))
+        num_bytes += sum(matrix_bytes(matrix.name, matrix.dtype, matrix.weight.size) for matrix in matrices.values())
         self._reserve(num_bytes)
         try:
             embedding = self._embedding(matrices.get(EMBEDDING), modules.get(EMBEDDING))
@@ -138,9 +140,6 @@ class VocabularyMemory:
                 tensor=matrix.name,
             )
 
-    def _matrix_bytes(self, matrix: PackedMatrix) -> int:
-        return matrix.weight.size * self._matrix_dtype(matrix).itemsize
-
     def _matrix_dtype(self, matrix: PackedMatrix) -> torch.dtype:
         """Return what a matrix is kept in: on a CPU as it is stored, but that heads in float16 are widened."""
         if self._device.type != "cpu":
@@ -186,9 +185,8 @@ class VocabularyMemory:
 
 
 def _module_bytes(module: PackedModule) -> int:
-    inner, out = module.parts[0].in_features, module.parts[0].out_features
-    affine = 0 if module.affine is None else 2 * out
-    return 4 * (module.rank * (inner + out) + affine)
+    first = module.parts[0]
+    return module_bytes(module.rank, first.in_features, first.out_features, affine=module.affine is not None)
 
 
 def _factors(module: PackedModule) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

@@ -60,7 +60,15 @@ def check(compare: Compare, config: EngineConfig) -> Problem | None:
             "adapters on its device; raise max_adapter_bytes",
             {"limit": str(config.max_adapter_bytes), "length": str(num_bytes)},
         )
-    chunks = sum(config.chunks_for_adapter(file.artifact_bytes) for file in files) + 2 * config.blocks_for(len(tokens))
+    outside = sum(file.vocabulary_bytes for file in files)
+    if config.max_vocabulary_bytes is not None and outside > config.max_vocabulary_bytes:
+        return Problem(
+            "TOO_LARGE",
+            f"embeddings and heads of both artifacts take {outside} bytes, this worker keeps at most "
+            f"{config.max_vocabulary_bytes} of such; raise max_vocabulary_bytes",
+            {"limit": str(config.max_vocabulary_bytes), "length": str(outside)},
+        )
+    chunks = sum(config.chunks_for_adapter(file.arena_bytes) for file in files) + 2 * config.blocks_for(len(tokens))
     if chunks > config.total_blocks:
         return Problem(
             "TOO_LARGE",

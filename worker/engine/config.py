@@ -28,6 +28,8 @@ class EngineConfig:
     """Bytes of a chunk that an adapter can use; 0 where adapters live outside the arena and take no chunk."""
     max_adapter_bytes: int | None = None
     """Device bytes of all adapters together; None sets no bound beside slots and arena."""
+    max_vocabulary_bytes: int | None = None
+    """Device bytes of adapters' embeddings and heads, which lie beside the arena; None sets no bound."""
     max_adapter_wait_s: float = 2.0
     """How long a waiting request may be overtaken by later ones, counted from the first that does."""
     mixed_batch_ratio: float = 1.0
@@ -84,7 +86,7 @@ class EngineConfig:
         return -(-tokens // self.block_tokens)
 
     def chunks_for_adapter(self, artifact_bytes: int) -> int:
-        """Return the chunks that an adapter is granted before its load, when only its file's size is known.
+        """Return the chunks that an adapter is granted before its load, by its file's bytes that go into the arena.
 
         One more than its bytes fill: tiles do not straddle chunks. What the load leaves over is given back.
         """

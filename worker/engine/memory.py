@@ -169,8 +169,8 @@ class Memory:
         Adapters whose digest is in `claimed` stay, and `reserve` chunks can still be had afterwards. Returns None, and
         changes nothing, when that cannot be.
         """
-        victims = self._victims(file.artifact_bytes, claimed)
-        chunks = self._config.chunks_for_adapter(file.artifact_bytes)
+        victims = self._victims(file, claimed)
+        chunks = self._config.chunks_for_adapter(file.arena_bytes)
         if victims is None or chunks + reserve > self.available(claimed):
             return None
         for victim in victims:
@@ -244,21 +244,30 @@ class Memory:
             self._unloaded += slot.unload_ids
             self._evict(slot, self._level.value)
 
-    def _victims(self, new_bytes: int, claimed: Collection[str]) -> list[Slot] | None:
-        """Return idle adapters to evict so that a slot and `new_bytes` of the byte limit are free, or None."""
-        residency, limit = self._residency, self._config.max_adapter_bytes
-        missing_slots = 0 if residency.free_slots else 1
-        missing_bytes = 0 if limit is None else residency.used_bytes + new_bytes - limit
+    def _victims(self, file: AdapterFile, claimed: Collection[str]) -> list[Slot] | None:
+        """Return idle adapters to evict so that a slot and a new file's bytes are free under both limits, or None."""
+        residency, limit, outside_limit = (
+            self._residency,
+            self._config.max_adapter_bytes,
+            self._config.max_vocabulary_bytes,
+        )
         victims: list[Slot] = []
-        if missing_slots <= 0 and missing_bytes <= 0:
+        missing_slots = 0 if residency.free_slots else 1
+        missing_bytes = 0 if limit is None else residency.used_bytes + file.artifact_bytes - limit
+        missing_outside = 0
+        if outside_limit is not None and file.vocabulary_bytes:
+            missing_outside = residency.vocabulary_bytes + file.vocabulary_bytes - outside_limit
+        if missing_slots <= 0 and missing_bytes <= 0 and missing_outside <= 0:
             return victims
         for index in self._idle_adapters.in_order():
             slot = residency.slot(index)
-            if slot.file.artifact_digest not in claimed:
+            helps = missing_slots > 0 or missing_bytes > 0 or slot.file.vocabulary_bytes > 0
+            if helps and slot.file.artifact_digest not in claimed:
                 victims.append(slot)
                 missing_slots -= 1
                 missing_bytes -= slot.device_bytes
-                if missing_slots <= 0 and missing_bytes <= 0:
+                missing_outside -= slot.file.vocabulary_bytes
+                if missing_slots <= 0 and missing_bytes <= 0 and missing_outside <= 0:
                     return victims
         return None
 

@@ -52,7 +52,7 @@ def pinned_room(pinned: Mapping[str, int], config: EngineConfig, without: str | 
 
 def capacity_tokens(adapter: AdapterFile | None, config: EngineConfig, pinned: Room = NONE) -> int:
     """Return the tokens that the arena holds for one request, beside its adapter and those pinned."""
-    chunks = 0 if adapter is None else config.chunks_for_adapter(adapter.artifact_bytes)
+    chunks = 0 if adapter is None else config.chunks_for_adapter(adapter.arena_bytes)
     return (config.total_blocks - chunks - pinned.chunks) * config.block_tokens
 
 
@@ -109,21 +109,27 @@ def check(submit: Submit, config: EngineConfig, pinned: Room = NONE) -> Problem 
 
 def adapter_too_large(file: AdapterFile, config: EngineConfig, pinned: Room = NONE) -> Problem | None:
     """Return the refusal of an adapter that does not fit a device empty but for those pinned, beside one KV block."""
-    limit, option = config.max_adapter_bytes, "max_adapter_bytes"
-    if limit is not None:
-        limit -= pinned.num_bytes
-    arena_bytes = (config.total_blocks - 2 - pinned.chunks) * config.adapter_chunk_bytes
-    if config.adapter_chunk_bytes and (limit is None or arena_bytes < limit):
-        limit, option = max(0, arena_bytes), "arena_bytes"
-    if limit is None or file.artifact_bytes <= limit:
-        return None
     beside = " beside those pinned" if pinned.num_bytes else ""
-    return Problem(
-        "TOO_LARGE",
-        f"adapter {file.artifact_digest[:12]} has {file.artifact_bytes} bytes, this worker keeps at most {limit} bytes "
-        f"of adapters on its device{beside}; raise {option}",
-        {"limit": str(limit), "length": str(file.artifact_bytes)},
-    )
+    arena_bytes = max(0, (config.total_blocks - 2 - pinned.chunks) * config.adapter_chunk_bytes)
+    bounds = [
+        (
+            None if config.max_adapter_bytes is None else config.max_adapter_bytes - pinned.num_bytes,
+            file.artifact_bytes,
+        ),
+        (arena_bytes if config.adapter_chunk_bytes else None, file.arena_bytes),
+        (config.max_vocabulary_bytes, file.vocabulary_bytes),
+    ]
+    whats = ("of adapters on its device", "of adapters in its arena", "of embeddings and heads beside its arena")
+    options = ("max_adapter_bytes", "arena_bytes", "max_vocabulary_bytes")
+    for (limit, length), what, option in zip(bounds, whats, options, strict=True):
+        if limit is not None and length > limit:
+            return Problem(
+                "TOO_LARGE",
+                f"adapter {file.artifact_digest[:12]} has {length} bytes, this worker keeps at most {limit} bytes "
+                f"{what}{beside}; raise {option}",
+                {"limit": str(limit), "length": str(length)},
+            )
+    return None
 
 
 def pin(pin: Pin, pinned: Mapping[str, int], config: EngineConfig, requests: Iterable[Request]) -> Problem | None:
@@ -145,7 +151,7 @@ def pin(pin: Pin, pinned: Mapping[str, int], config: EngineConfig, requests: Ite
         needed = config.blocks_for(request.max_known_tokens - 1)
         if request.adapter is not None and request.adapter.artifact_digest not in wanted:
             largest = max(largest, request.adapter.artifact_bytes)
-            needed += config.chunks_for_adapter(request.adapter.artifact_bytes)
+            needed += config.chunks_for_adapter(request.adapter.arena_bytes)
         chunks = max(chunks, needed)
     if total.chunks + chunks > config.total_blocks:
         return _too_many_pins(total.chunks, "arena_bytes", max(0, config.total_blocks - chunks), "chunks")

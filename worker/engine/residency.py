@@ -86,6 +86,12 @@ class Residency:
         self._changed: dict[str, None] = {}  # a set in the order of the first change
         self._idle_chunks = 0
         self._used_bytes = 0
+        self._vocabulary_bytes = 0
+
+    @property
+    def vocabulary_bytes(self) -> int:
+        """Device bytes of all adapters' embeddings and heads, those being loaded included."""
+        return self._vocabulary_bytes
 
     @property
     def used_bytes(self) -> int:
@@ -141,6 +147,7 @@ class Residency:
         self._by_digest[file.artifact_digest] = slot
         self._by_index[slot.index] = slot
         self._used_bytes += slot.device_bytes
+        self._vocabulary_bytes += file.vocabulary_bytes
         self._note(slot)
         return slot
 
@@ -241,6 +248,7 @@ class Residency:
         del self._by_digest[slot.file.artifact_digest]
         del self._by_index[slot.index]
         self._used_bytes -= slot.device_bytes
+        self._vocabulary_bytes -= slot.file.vocabulary_bytes
         self._free.append(slot.index)
         self._note(slot)
 

@@ -256,7 +256,8 @@ class ModelRunner:
             if self._host is not None:
                 self._host.forget(path)
             raise
-        return AdapterLoad(placed.device_bytes, placed.chunks_used)
+        outside = 0 if placed.vocabulary is None else placed.vocabulary.num_bytes
+        return AdapterLoad(placed.device_bytes + outside, placed.chunks_used)
 
     def release_adapter(self, slot: int) -> None:
         """Forget the slot's adapter; see Runner."""

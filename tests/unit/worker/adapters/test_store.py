@@ -11,8 +11,10 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import numpy as np
 import pytest
 
+from common.adapter_format.packed import HEAD, PackedAdapter, PackedMatrix, pack
 from common.backoff import Backoff
 from loraplex.errors import ArtifactNotFound, ArtifactUnreachable, CorruptArtifact, FailedPrecondition, NoSpace
 from worker.adapters import download as download_module
@@ -87,6 +89,18 @@ async def until(condition) -> None:
     async with asyncio.timeout(5):
         while not condition():  # noqa: ASYNC110 - conditions of several objects, which have no event
             await asyncio.sleep(0)
+
+
+async def test_a_lease_tells_what_of_its_file_does_not_go_into_the_arena(tmp_path, source):
+    matrix = PackedMatrix(HEAD, "F16", np.ones((32, 16), np.float16))
+    pack(PackedAdapter("0" * 64, "1" * 64, "none", (), (matrix,)), tmp_path / "packed")
+    digests = [source.add((tmp_path / "packed").read_bytes()), source.add(b"x" * 100)]
+    for _ in range(2):  # fetched, and found by the next process
+        async with a_store(tmp_path, source, budget_bytes=10_000) as store:
+            files = [(await store.acquire(digest)).file for digest in digests]
+        assert [(file.outside_bytes, file.vocabulary_bytes) for file in files] == [(1024, 2048), (0, 0)]
+        assert files[0].arena_bytes == len(source.blobs[digests[0]]) - 1024
+    assert source.opened[digests[0]] == 1
 
 
 async def test_however_many_ask_an_artifact_is_fetched_once(tmp_path, source):

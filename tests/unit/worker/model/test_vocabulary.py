@@ -20,6 +20,8 @@ from common.adapter_format.packed import (
     PackedMatrix,
     PackedModule,
     PackedPart,
+    matrix_tensors,
+    module_tensors,
     pack,
     quantized_module,
 )
@@ -37,6 +39,7 @@ from tests.unit.worker.model.tiny import (
     run_jobs,
     save_model,
 )
+from worker.adapters.outside import NOTHING, outside_of
 from worker.engine.plan import ComparisonStep, SequenceStep
 from worker.kernels.eager import EagerBackend
 from worker.kernels.interface import Backend
@@ -285,6 +288,28 @@ def test_parts_count_against_their_own_budget(base: tuple[Any, Path], opener: Op
     small = opener.open(base[1], max_vocabulary_bytes=whole)
     with pytest.raises(TooLarge, match="max_vocabulary_bytes"):
         opener.load(small, 0, ADAPTERS["own of both"])
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_a_files_header_tells_what_its_parts_take(name: str, base: tuple[Any, Path], opener: Opener) -> None:
+    runner = opener.open(base[1])
+    file = opener.file(ADAPTERS[name])
+    outside = outside_of(file)
+    load = runner.prepare_adapter(0, file, chunks_for(runner, 0))
+    memory = runner._adapters._vocabulary
+    assert memory is not None
+    assert memory.used_bytes == outside.device_bytes
+    assert load.device_bytes == outside.device_bytes + runner._adapters.get(0).device_bytes
+    adapter = ADAPTERS[name]
+    tensors = [t for module in adapter.modules if module.name in (EMBEDDING, HEAD) for t in module_tensors(module)]
+    assert outside.file_bytes == sum(array.nbytes for _, _, array in [*tensors, *matrix_tensors(adapter.matrices)])
+
+
+def test_a_file_that_is_none_has_nothing_outside_the_arena(tmp_path: Path) -> None:
+    for content in (b"", b"x" * 7, (2**40).to_bytes(8, "little"), b'\x10\0\0\0\0\0\0\0{"lm_head.A": {}}'):
+        (tmp_path / "file").write_bytes(content)
+        assert outside_of(tmp_path / "file") == NOTHING
+    assert outside_of(tmp_path / "absent") == NOTHING
 
 
 def test_a_load_that_fails_gives_its_bytes_back(base: tuple[Any, Path], opener: Opener) -> None:
