@@ -194,10 +194,15 @@ def train(model: PeftModel, dtype: torch.dtype = torch.float32) -> None:
 
 def peft_logits(base_folder: Path, folder: Path, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[NDArray[Any]]:
     """Return what PEFT computes in float32 with the base and the adapter as they are on disk: [tokens, VOCAB] each."""
+    return model_logits(peft_model(base_folder, folder), prompts)
+
+
+def peft_model(base_folder: Path, folder: Path) -> PeftModel:
+    """Return the base in float32 with the adapter, as PEFT loads them from the disk."""
     untouched = folder / _UNTOUCHED
     with _quiet():
         model = PeftModel.from_pretrained(load_base(base_folder), str(untouched if untouched.exists() else folder))
-    return model_logits(model.eval(), prompts)
+    return model.eval()
 
 
 def model_logits(model: Any, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[NDArray[np.float32]]:
