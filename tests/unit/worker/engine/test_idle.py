@@ -8,7 +8,7 @@ from worker.engine.idle import IdleOrder
 
 
 def test_the_lowest_priority_leaves_first_and_of_equals_the_first_added() -> None:
-    idle = IdleOrder()
+    idle: IdleOrder[int] = IdleOrder()
     for member, priority in ((1, 2.0), (2, 1.0), (3, 1.0), (4, 0.5)):
         idle.add(member, priority)
     assert idle.in_order() == [4, 2, 3, 1]
