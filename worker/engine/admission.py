@@ -48,10 +48,19 @@ def admit(
     return _Pass(running, memory, config, now).over(waiting)
 
 
+def place_ahead(
+    waiting: WaitingQueue, running: Sequence[Request], memory: Memory, config: EngineConfig, now: float
+) -> tuple[Placement, ...]:
+    """Take slots and chunks for adapters of waiting requests, beside all that those before them need; admit nobody."""
+    return _Pass(running, memory, config, now, admitting=False).over(waiting).placements
+
+
 class _Pass:
     """One pass: what is left to give, and who was passed over."""
 
-    def __init__(self, running: Sequence[Request], memory: Memory, config: EngineConfig, now: float) -> None:
+    def __init__(
+        self, running: Sequence[Request], memory: Memory, config: EngineConfig, now: float, *, admitting: bool = True
+    ) -> None:
         self._memory, self._config, self._now = memory, config, now
         self._num_running = len(running)
         self._adapters = {request.adapter.artifact_digest for request in running if request.adapter is not None}
@@ -60,7 +69,9 @@ class _Pass:
             [config.blocks_for(len(request.token_ids)) - len(request.block_ids) for request in running]
         )
         self._claimed: set[str] = set()
-        self._admitting = self._placing = True
+        self._admitting, self._placing = admitting, True
+        self._admits_later = not admitting
+        self._ready_blocks = 0  # of requests that could be admitted, where that is left for later
         self._admitted: list[Request] = []
         self._placements: list[Placement] = []
         self._passed: list[Request] = []
@@ -117,7 +128,8 @@ class _Pass:
         if adapter is not None:
             slot = self._memory.residency.find(adapter.artifact_digest)
             if slot is None and self._placing:
-                placement = self._memory.place(adapter, request, self._claimed, reserve=self._reserve, now=self._now)
+                reserve = self._reserve + self._ready_blocks
+                placement = self._memory.place(adapter, request, self._claimed, reserve=reserve, now=self._now)
                 if placement is None:
                     self._placing = False  # strictly in order: a later adapter must not take what this one waits for
                 else:
@@ -127,7 +139,10 @@ class _Pass:
         if ready and self._admitting and self._has_place and self._fits_batch(request) and self._start(request):
             return
         self._passed.append(request)
-        self._waiting_blocks += self._config.blocks_for(len(request.token_ids))
+        blocks = self._config.blocks_for(len(request.token_ids))
+        self._waiting_blocks += blocks
+        if ready and self._admits_later:
+            self._ready_blocks += blocks
         if self._is_aged(request):
             self._admitting = self._placing = False
 

@@ -63,6 +63,7 @@ class Loader:
         self._orders: dict[int, _Order] = {}  # by slot
         self._changed = threading.Condition()  # guards the orders
         self._closed = False
+        self._num_begun = 0  # and not ended
         self._numbers = count()
         self._done: queue.SimpleQueue[Loaded] = queue.SimpleQueue()
         self._threads = [
@@ -90,6 +91,11 @@ class Loader:
         with self._changed:
             return self._orders.pop(slot, None) is not None
 
+    def wait(self, timeout_s: float) -> None:
+        """Wait up to `timeout_s` until all loads have ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._orders or self._num_begun), timeout_s)
+
     def completed(self) -> list[Loaded]:
         """Return the loads that ended since the last call."""
         done: list[Loaded] = []
@@ -114,6 +120,7 @@ class Loader:
             if self._closed:
                 return None
             slot = min(self._orders, key=lambda slot: (self._orders[slot].urgency, self._orders[slot].number))
+            self._num_begun += 1
             return slot, self._orders.pop(slot)
 
     def _run(self) -> None:
@@ -127,4 +134,7 @@ class Loader:
             except Exception as error:  # noqa: BLE001 - a bad adapter fails its requests, never the engine
                 outcome = error
             self._done.put(Loaded(slot, outcome, time.monotonic() - started_s))
+            with self._changed:
+                self._num_begun -= 1
+                self._changed.notify_all()
             self._on_done()

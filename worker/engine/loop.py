@@ -6,9 +6,10 @@ scheduling a step is started before the one before it is answered, so that the d
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -19,6 +20,7 @@ from worker.engine.inbox import Inbox, MailboxClosed
 from worker.engine.loader import Loader
 from worker.engine.plan import AdapterLoad, Runner, StartedStep, StepPlan, StepResult
 from worker.engine.refusal import NOT_FINITE, STEP_FAILED, Problem
+from worker.engine.residency import Placement
 from worker.engine.scheduler import MAX_IN_FLIGHT, Scheduler
 from worker.mailbox import (
     Abort,
@@ -40,6 +42,10 @@ from worker.mailbox import (
 
 MAX_FAILED_STEPS: Final = 3
 """Steps in a row that may raise before the engine gives up: something is wrong with more than one request."""
+
+GRACE_S: Final = 0.004
+"""How long a step waits for loads that are about to end."""
+_FORGET: Final = 1.2
 
 log = structlog.get_logger(__name__)
 
@@ -97,6 +103,7 @@ class EngineLoop:
         self._failed_loads: list[FailedLoad] = []
         self._host: dict[str, bool] = {}  # whether it is in the host tier, for those that are to be told
         self._compared: list[Compared] = []
+        self._quick_load_s = math.inf
         self._told: EngineStatus | None = None
         self._failed_steps = 0
 
@@ -141,13 +148,11 @@ class EngineLoop:
                 self._scheduler.load_given_up(slot)
         if self._inbox.congested:
             return True
+        self._load_ahead()
         started = self._clock()
         schedule = self._scheduler.schedule(started)
         self._failures += schedule.failures
-        for slot in schedule.evicted_slots:
-            self._runner.release_adapter(slot)
-        for placement in schedule.placements:
-            self._loader.start(placement.slot, Path(placement.file.path), placement.chunk_ids, placement.urgency)
+        self._begin_loads(schedule.evicted_slots, schedule.placements)
         for slot in schedule.hurried_slots:
             self._loader.hurry(slot)
         if schedule.plan is not None:
@@ -160,8 +165,27 @@ class EngineLoop:
         self._answer()
         return False
 
+    def _begin_loads(self, evicted_slots: Iterable[int], placements: Iterable[Placement]) -> None:
+        for slot in evicted_slots:
+            self._runner.release_adapter(slot)
+        for placement in placements:
+            self._loader.start(placement.slot, Path(placement.file.path), placement.chunk_ids, placement.urgency)
+
+    def _load_ahead(self) -> None:
+        """Begin the loads of new requests, and wait for them where they end so soon that all lose less than one gains.
+
+        A request whose adapter is there when the next step is planned is in it, and not in the one after it.
+        """
+        evicted_slots, placements = self._scheduler.place_ahead(self._clock())
+        self._begin_loads(evicted_slots, placements)
+        if placements and self._quick_load_s <= GRACE_S:
+            self._loader.wait(GRACE_S)
+            self._take_loads()
+
     def _take_loads(self) -> None:
         for loaded in self._loader.completed():
+            # What a load takes at best, slowly forgotten: beside a step it takes longer.
+            self._quick_load_s = min(loaded.seconds, self._quick_load_s * _FORGET)
             if isinstance(loaded.outcome, AdapterLoad):
                 self._scheduler.adapter_loaded(loaded.slot, loaded.outcome, loaded.seconds, self._clock())
             else:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from worker.engine import refusal
-from worker.engine.admission import Admission, admit
+from worker.engine.admission import Admission, admit, place_ahead
 from worker.engine.arena import Use
 from worker.engine.comparisons import Comparisons
 from worker.engine.comparisons import check as check_comparison
@@ -93,6 +93,7 @@ class Scheduler:
         self._orders = Orders(self._memory, config)
         self._may_be_unwanted = False  # a load, since somebody left
         self._hurried: list[int] = []
+        self._has_cold_arrivals = False
         self._on_host: set[str] = set()
         self._host_bytes = 0
         self._compared: list[Compared] = []
@@ -132,6 +133,7 @@ class Scheduler:
             self._orders.wanted(digest)
         if slot is not None and slot.loading:
             self._hurried.append(slot.index)
+        self._has_cold_arrivals |= digest is not None and slot is None
         return None
 
     def compare(self, compare: Compare) -> Failure | None:
@@ -278,6 +280,18 @@ class Scheduler:
         plan = self._plan(shares, comparison) if shares or comparison is not None else None
         hurried, self._hurried = tuple(self._hurried), []
         return Schedule(self._memory.take_evicted(), placements, plan, failures, hurried)
+
+    def place_ahead(self, now: float) -> tuple[tuple[int, ...], tuple[Placement, ...]]:
+        """Begin loads for requests that came since the last call, before a step is planned; returns as a Schedule does.
+
+        A load that ends before that step is planned saves its requests the step.
+        """
+        if not (self._has_cold_arrivals and self._running) or self._in_flight:
+            return (), ()
+        self._has_cold_arrivals = False
+        running = tuple(self._running.values())
+        placements = place_ahead(self._waiting, running, self._memory, self._config, now)
+        return self._memory.take_evicted(), placements
 
     def update(self, plan: StepPlan, result: StepResult, seconds: float, now: float) -> list[Output]:
         """Take a step's outcome: note computed and new tokens, end what is finished. Returns each request's gain.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,6 +76,7 @@ class Driver:
         self.now = 100.0
         self.next_id = 1
         self.loading: dict[int, Placement] = {}
+        self.hurried: list[int] = []
         self.begun: set[int] = set()  # loads that cannot be dropped any more
         self.started_loads: list[str] = []
         self.prompts: dict[int, tuple[int, ...]] = {}
@@ -200,15 +201,12 @@ class Driver:
 
     def step(self, seconds: float = 0.01) -> StepPlan | None:
         """One turn of the loop: schedule, start loads and the step, update by the step whose turn it is."""
+        self.place_ahead()
         schedule = self.scheduler.schedule(self.now)
         for failure in schedule.failures:
             self._fail(failure)
-        for slot in schedule.evicted_slots:
-            self.runner.release_adapter(slot)
-        for placement in schedule.placements:
-            self.loading[placement.slot] = placement
-            self.begun.discard(placement.slot)
-            self.started_loads.append(placement.file.artifact_digest)
+        self._begin_loads(schedule.evicted_slots, schedule.placements)
+        self.hurried += schedule.hurried_slots
         self.hear()
         self.now += seconds
         plan = schedule.plan
@@ -219,6 +217,18 @@ class Driver:
         if self.in_flight:
             self.answer(seconds)
         return plan
+
+    def place_ahead(self) -> None:
+        """Begin the loads of requests that have come, before a step is planned."""
+        self._begin_loads(*self.scheduler.place_ahead(self.now))
+
+    def _begin_loads(self, evicted_slots: Iterable[int], placements: Iterable[Placement]) -> None:
+        for slot in evicted_slots:
+            self.runner.release_adapter(slot)
+        for placement in placements:
+            self.loading[placement.slot] = placement
+            self.begun.discard(placement.slot)
+            self.started_loads.append(placement.file.artifact_digest)
 
     def _start(self, plan: StepPlan) -> None:
         self.num_ahead += bool(self.in_flight)

@@ -281,3 +281,40 @@ def test_unpinning_ends_the_load_that_was_for_the_pin(drive: Drive) -> None:
     driver.unpin("a")
     assert driver.failed[order].reason == "FAILED_PRECONDITION"
     assert driver.loading == {}
+
+
+def test_a_request_hurries_the_load_that_was_ordered_ahead_of_it(drive: Drive) -> None:
+    driver = drive()
+    driver.load("a", Urgency.AHEAD)
+    driver.step()
+    driver.submit(adapter="a")
+    driver.step()
+    assert driver.hurried == [0]
+    driver.run_until_idle()
+
+
+def test_an_adapter_that_comes_before_the_next_step_is_planned_saves_its_request_that_step(drive: Drive) -> None:
+    driver = drive()
+    driver.submit(max_tokens=30)
+    driver.step()
+    cold = driver.submit(adapter="a")
+    driver.place_ahead()
+    assert driver.started_loads == ["a"]
+    driver.finish_loads()
+    plan = driver.step()
+    assert plan is not None
+    assert cold in [sequence.request_id for sequence in plan.sequences]
+
+
+def test_loads_begun_ahead_leave_what_requests_before_them_need(drive: Drive) -> None:
+    # 12 chunks: the running request has 2, the resident adapter's waits for 7 of 28 tokens, the cold one needs 4.
+    driver = drive(total_blocks=12, chunk_bytes=16, adapter_chunk_bytes=16, max_adapter_wait_s=100.0)
+    bring(driver, "a")
+    driver.submit(4, 3)
+    driver.step()
+    ready = driver.submit(28, 1, adapter="a")
+    cold = driver.submit(2, 1, adapter=driver.file("cold", 47))
+    driver.place_ahead()
+    assert driver.started_loads == ["a"]
+    driver.run_until_idle()
+    assert driver.first_step[ready] < driver.first_step[cold]
