@@ -19,7 +19,8 @@ def test_the_lowest_priority_leaves_first_and_of_equals_the_first_added() -> Non
 
 
 def test_it_agrees_with_sorting_and_does_not_grow_with_use() -> None:
-    rng, idle = random.Random(1), IdleOrder()
+    rng = random.Random(1)
+    idle: IdleOrder[int] = IdleOrder()
     expected: dict[int, tuple[float, int]] = {}
     for step in range(5000):
         member = rng.randrange(50)
