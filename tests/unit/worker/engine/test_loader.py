@@ -124,3 +124,16 @@ def test_a_load_that_has_not_begun_can_be_dropped() -> None:
     assert not held.loader.cancel(0)
     assert held.finish(2) == [0, 2]
     assert [loaded.slot for loaded in held.loader.completed()] == [0, 2]
+
+
+def test_who_waits_hears_of_the_end_of_all_loads_or_gives_up() -> None:
+    held = Held()
+    held.loader.wait(10)  # nothing to wait for
+    held.start(0, 0)
+    assert held.first.wait(10)
+    held.loader.wait(0.01)
+    assert held.loader.completed() == []
+    threading.Timer(0.05, held.gate.set).start()
+    held.loader.wait(10)
+    assert [loaded.slot for loaded in held.loader.completed()] == [0]
+    held.loader.close(timeout_s=10)
