@@ -170,12 +170,14 @@ async def test_a_worker_that_refuses_is_asked_again_and_holds_nobody_up():
     entries = (adapter_entry("sql", pin_replicas=2), adapter_entry("json", pin_replicas=2))
     async with registry_with(*entries) as registry, workers_of(2) as (full, other):
         full.refuses = errors.ResourceExhausted("the arena is full of pinned adapters")
-        async with running_router(registry.address, full.address, other.address):
+        async with running_router(registry.address, full.address, other.address) as router:
             both = (SQL, digest("artifact json"))
             await eventually(holds(other, *both))
             await eventually(lambda: len(full.told) == 2)
             full.refuses = None
             await eventually(holds(full, *both))
+            counted = router.router.metrics.render().decode()
+            assert 'loraplex_router_adapter_orders_total{kind="pin",reason="RESOURCE_EXHAUSTED"}' in counted
 
 
 async def test_a_pin_goes_from_a_real_registry_to_a_worker(tmp_path: Path):
