@@ -9,12 +9,9 @@ last; what is in use or kept never is.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hashlib
 import os
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -27,36 +24,19 @@ from common.disk import is_full, sync_folder
 from loraplex.digests import is_digest
 from loraplex.errors import FailedPrecondition, LoraplexError, NoSpace
 from loraplex.folder_lock import FolderLock
+from worker.adapters.cached_files import CachedFile, CachedFiles, is_intact
 from worker.adapters.download import Partial, RetryPolicy, disk_error, download
 from worker.adapters.full_disk import FullDisk
-from worker.adapters.outside import NOTHING, Outside, outside_of
+from worker.adapters.outside import outside_of
 from worker.adapters.pace import Pace
 from worker.adapters.places import Places
 from worker.adapters.source import ArtifactSource
-from worker.engine.idle import IdleOrder, Level, worth
 from worker.mailbox import AdapterFile
 
 log = structlog.get_logger(__name__)
 
-_HASH_STEP: Final = 2**22
-_TOUCH_S: Final = 60.0
 DEFAULT_PLACES: Final = 8
 """Downloads that get on at a time."""
-
-
-@dataclass(slots=True)
-class _Cached:
-    """A file in the folder. `verified` once its bytes were hashed in this process's life."""
-
-    size_bytes: int
-    verified: bool
-    fetch_s: float
-    """What fetching it took, or would take as far as is known."""
-    outside: Outside = NOTHING
-    """What of it does not go into the arena; known once it is verified."""
-    uses: int = 0
-    touched_s: float = 0.0
-    """When the file last was told to be in use, for the next process to know."""
 
 
 @dataclass(slots=True)
@@ -114,19 +94,14 @@ class AdapterStore:
         self._source = source
         self._budget_bytes = budget_bytes
         self._on_change = on_change
-        self._is_on_device = is_on_device
         self._on_fetched = on_fetched
         self._retry = retry or RetryPolicy()
         self._places = places or Places(DEFAULT_PLACES)
-        self._cached: dict[str, _Cached] = {}
-        self._idle: IdleOrder[str] = IdleOrder()
-        self._level = Level()
-        self._kept: set[str] = set()
+        self._files = CachedFiles(folder, on_change=on_change, is_on_device=is_on_device)
         self._pace = Pace()
         self._clock = clock
         self._full_disk = FullDisk(folder)
         self._fetches: dict[str, _Fetch] = {}
-        self._users: Counter[str] = Counter()
         self._room_turn = asyncio.Lock()
         self._freed = asyncio.Event()
         self._owned = AsyncExitStack()
@@ -142,8 +117,8 @@ class AdapterStore:
             self._tasks = await owned.enter_async_context(asyncio.TaskGroup())
             owned.callback(self._cancel_fetches)
             self._owned = owned.pop_all()
-        log.info("adapters.cache_opened", adapters=len(self._cached), cached_bytes=self.cached_bytes)
-        for artifact_digest in self._cached:
+        log.info("adapters.cache_opened", adapters=len(self._files), cached_bytes=self.cached_bytes)
+        for artifact_digest in self._files:
             self._on_change(artifact_digest)
         return self
 
@@ -153,12 +128,12 @@ class AdapterStore:
     @property
     def cached_bytes(self) -> int:
         """Bytes of all files, without what is on its way."""
-        return sum(entry.size_bytes for entry in self._cached.values())
+        return self._files.num_bytes
 
     @property
     def num_cached(self) -> int:
         """Files."""
-        return len(self._cached)
+        return len(self._files)
 
     @property
     def pace(self) -> Pace:
@@ -168,20 +143,20 @@ class AdapterStore:
     @property
     def num_references(self) -> int:
         """Leases held and asked for."""
-        return self._users.total()
+        return self._files.num_users
 
     def holds(self, artifact_digest: str) -> bool:
         """Tell whether the artifact is on the disk (perhaps not verified yet)."""
-        return artifact_digest in self._cached
+        return artifact_digest in self._files
 
     def size_bytes(self, artifact_digest: str) -> int | None:
         """Return the bytes of a file, or None where it is not on the disk."""
-        entry = self._cached.get(artifact_digest)
+        entry = self._files.find(artifact_digest)
         return None if entry is None else entry.size_bytes
 
     def is_fetching(self, artifact_digest: str) -> bool:
         """Tell whether an artifact is on its way from the source."""
-        return artifact_digest in self._fetches and artifact_digest not in self._cached
+        return artifact_digest in self._fetches and artifact_digest not in self._files
 
     async def acquire(self, artifact_digest: str) -> Lease:
         """Return a lease on the verified file, fetching it if need be.
@@ -189,11 +164,10 @@ class AdapterStore:
         Raises ArtifactNotFound, ArtifactUnreachable, CorruptArtifact or NoSpace. A caller that is cancelled leaves the
         fetch to those who still wait.
         """
-        self._users[artifact_digest] += 1
-        self._idle.discard(artifact_digest)
-        fetched, waited = artifact_digest not in self._cached, False
+        self._files.use(artifact_digest)
+        fetched, waited = artifact_digest not in self._files, False
         try:
-            while (entry := self._cached.get(artifact_digest)) is None or not entry.verified:
+            while (entry := self._files.find(artifact_digest)) is None or not entry.verified:
                 waited = True
                 await self._wait_for(artifact_digest)
         except BaseException:
@@ -206,36 +180,33 @@ class AdapterStore:
 
     def keep(self, artifact_digest: str, *, kept: bool) -> None:
         """Have room counted for a file for good, or no longer; who keeps it holds a lease besides."""
-        if kept:
-            self._kept.add(artifact_digest)
-        else:
-            self._kept.discard(artifact_digest)
+        self._files.keep(artifact_digest, kept=kept)
         self._freed.set()
 
     def remove(self, artifact_digest: str) -> None:
         """Delete a file, if it is there. Raises FailedPrecondition while somebody uses it or waits for it."""
-        if self._users[artifact_digest]:
+        if self._files.is_used(artifact_digest):
             raise FailedPrecondition("the adapter's file is in use on this worker; try again later")
-        if artifact_digest in self._cached:
-            self._drop(artifact_digest)
+        if artifact_digest in self._files:
+            self._files.drop(artifact_digest)
             self._freed.set()
 
     def distrust(self, artifact_digest: str) -> None:
         """Hash the file anew before its next use: someone found it unreadable."""
-        entry = self._cached.get(artifact_digest)
+        entry = self._files.find(artifact_digest)
         if entry is not None:
             entry.verified = False
 
     async def recheck(self, artifact_digest: str) -> bool:
         """Hash a file that someone found unreadable; returns whether it is as it should be. One that is not is gone."""
-        entry = self._cached.get(artifact_digest)
+        entry = self._files.find(artifact_digest)
         if entry is None:
             return False
         path = self._folder / artifact_digest
-        if await asyncio.to_thread(_is_intact, path, artifact_digest, entry.size_bytes):
+        if await asyncio.to_thread(is_intact, path, artifact_digest, entry.size_bytes):
             return True
-        if self._cached.get(artifact_digest) is entry and artifact_digest not in self._fetches:
-            self._drop(artifact_digest)
+        if self._files.find(artifact_digest) is entry and artifact_digest not in self._fetches:
+            self._files.drop(artifact_digest)
         return False
 
     async def _wait_for(self, artifact_digest: str) -> None:
@@ -290,14 +261,14 @@ class AdapterStore:
 
     async def _bring(self, artifact_digest: str, fetch: _Fetch) -> None:
         target = self._folder / artifact_digest
-        entry = self._cached.get(artifact_digest)
+        entry = self._files.find(artifact_digest)
         if entry is not None:
-            if await asyncio.to_thread(_is_intact, target, artifact_digest, entry.size_bytes):
+            if await asyncio.to_thread(is_intact, target, artifact_digest, entry.size_bytes):
                 entry.outside = await asyncio.to_thread(outside_of, target)
                 entry.verified = True
                 return
             log.warning("artifact.corrupt_on_disk", artifact=artifact_digest[:12], what_now="it is fetched anew")
-            self._drop(artifact_digest)
+            self._files.drop(artifact_digest)
 
         async def reserve(size_bytes: int) -> None:
             await self._make_room(size_bytes)
@@ -310,7 +281,7 @@ class AdapterStore:
                     self._source, artifact_digest, scratch, reserve=reserve, retry=self._retry, on_bytes=place.get_on
                 )
 
-        if self._idle.least(self._on_device()) is None:  # else there is room to be made
+        if not self._files.can_leave:  # else there is room to be made
             self._full_disk.check(self._clock())
         started_s = time.monotonic()
         try:
@@ -320,7 +291,7 @@ class AdapterStore:
             if not is_full(error):
                 raise
             # What is on the device goes on being asked for, and could not be had again here.
-            if not self._evict(max(size_bytes, 1), spare_device=True):
+            if not self._files.evict(max(size_bytes, 1), spare_device=True):
                 raise self._full_disk.met(self._clock()) from error
             log.warning("artifact.disk_full", artifact=artifact_digest[:12], what_now="idle adapters made room")
             try:
@@ -334,8 +305,8 @@ class AdapterStore:
         partial.path.replace(target)  # no await from here to the entry: a file is never there without it
         seconds = time.monotonic() - started_s
         self._pace.add(partial.size_bytes, seconds)
-        self._cached[artifact_digest] = _Cached(partial.size_bytes, verified=True, fetch_s=seconds, outside=outside)
-        self._retire(artifact_digest)
+        file = CachedFile(partial.size_bytes, verified=True, fetch_s=seconds, outside=outside)
+        self._files.add(artifact_digest, file)
         fetch.reserved_bytes = 0
         log.info("artifact.fetched", artifact=artifact_digest[:12], size_bytes=partial.size_bytes)
         await asyncio.to_thread(sync_folder, self._folder)
@@ -351,7 +322,7 @@ class AdapterStore:
 
     def _check_fits(self, size_bytes: int) -> None:
         """Refuse what would not fit if all were idle but what is kept."""
-        kept_bytes = sum(self._cached[digest].size_bytes for digest in self._kept if digest in self._cached)
+        kept_bytes = self._files.kept_bytes
         limit = self._budget_bytes - kept_bytes
         if size_bytes > limit:
             beside = " beside those pinned" if kept_bytes else ""
@@ -365,59 +336,11 @@ class AdapterStore:
         """Evict idle files until `size_bytes` fit; returns whether they do."""
         reserved = sum(fetch.reserved_bytes for fetch in self._fetches.values())
         missing = self.cached_bytes + reserved + size_bytes - self._budget_bytes
-        return self._evict(missing) >= missing
-
-    def _evict(self, wanted_bytes: int, *, spare_device: bool = False) -> int:
-        """Evict idle files until `wanted_bytes` are freed or none is left; returns the bytes freed.
-
-        Those of adapters on the device go last, or not at all.
-        """
-        freed_bytes = 0
-        on_device = self._on_device()
-        while freed_bytes < wanted_bytes:
-            found = self._idle.least(on_device) or (None if spare_device else self._idle.least())
-            if found is None:
-                break
-            priority, digest = found
-            self._level.rise(priority)
-            freed_bytes += self._cached[digest].size_bytes
-            self._drop(digest)
-            log.info("artifact.evicted", artifact=digest[:12])
-        return freed_bytes
-
-    def _on_device(self) -> set[str]:
-        return {digest for digest in self._cached if self._is_on_device(digest)}
-
-    def _retire(self, artifact_digest: str) -> None:
-        """Let a file leave when its turn comes, unless somebody uses it."""
-        entry = self._cached.get(artifact_digest)
-        if entry is not None and not self._users[artifact_digest]:
-            self._idle.discard(artifact_digest)
-            priority = self._level.value + worth(entry.fetch_s, entry.uses + 1, entry.size_bytes)
-            self._idle.add(artifact_digest, priority)
-
-    def _drop(self, artifact_digest: str) -> None:
-        # On the event loop, and at once: on a thread it could delete a file that was fetched again meanwhile.
-        self._cached.pop(artifact_digest, None)
-        self._idle.discard(artifact_digest)
-        (self._folder / artifact_digest).unlink(missing_ok=True)
-        self._on_change(artifact_digest)
+        return self._files.evict(missing) >= missing
 
     def _release(self, artifact_digest: str) -> None:
-        self._users[artifact_digest] -= 1
-        if not self._users[artifact_digest]:
-            del self._users[artifact_digest]
-            self._touch(artifact_digest)
-            self._retire(artifact_digest)
+        if self._files.release(artifact_digest):
             self._freed.set()
-
-    def _touch(self, artifact_digest: str) -> None:
-        """Note on the file that it was used, now and then: by that the next process orders what it finds."""
-        entry, now = self._cached.get(artifact_digest), time.monotonic()
-        if entry is not None and now - entry.touched_s > _TOUCH_S:
-            entry.touched_s = now
-            with contextlib.suppress(OSError):
-                os.utime(self._folder / artifact_digest)
 
     def _cancel_fetches(self) -> None:
         for fetch in list(self._fetches.values()):
@@ -443,20 +366,6 @@ class AdapterStore:
             os.close(lock)
             raise
         for facts, name in sorted(files, key=lambda entry: (entry[0].st_mtime_ns, entry[1])):
-            self._cached[name] = _Cached(facts.st_size, verified=False, fetch_s=self._pace.expected_s(facts.st_size))
-            self._retire(name)
+            fetch_s = self._pace.expected_s(facts.st_size)
+            self._files.add(name, CachedFile(facts.st_size, verified=False, fetch_s=fetch_s))
         return lock
-
-
-def _is_intact(file: Path, artifact_digest: str, size_bytes: int) -> bool:
-    """Tell whether a file has the size and SHA-256 it should have. Reads all of it."""
-    sha256 = hashlib.sha256()
-    try:
-        with file.open("rb") as stream:
-            if os.fstat(stream.fileno()).st_size != size_bytes:
-                return False
-            while chunk := stream.read(_HASH_STEP):
-                sha256.update(chunk)
-    except OSError:
-        return False
-    return sha256.hexdigest() == artifact_digest
