@@ -318,3 +318,17 @@ def test_loads_begun_ahead_leave_what_requests_before_them_need(drive: Drive) ->
     assert driver.started_loads == ["a"]
     driver.run_until_idle()
     assert driver.first_step[ready] < driver.first_step[cold]
+
+
+def test_who_joins_a_load_is_told_the_time_of_its_own_wait(drive: Drive) -> None:
+    driver = drive()
+    first = driver.submit(adapter="a")
+    driver.step(0.5)
+    second = driver.submit(adapter="a")
+    driver.now += 0.25
+    driver.finish_loads()
+    third = driver.submit(adapter="a")
+    driver.run_until_idle()
+    timings = [driver.finished[request].timing for request in (first, second, third)]
+    waits = [(timing.adapter_on_device, timing.adapter_load_s) for timing in timings if timing is not None]
+    assert waits == [(False, 0.75), (False, 0.25), (True, 0.0)]
