@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.adapter_format.base import read_linears
+from common.adapter_format.base_weights import BaseWeights
 from common.adapter_format.packed import PackedAdapter, open_packed
 from common.adapter_format.validate import validate
 from common.merging.dtypes import NAMES
@@ -47,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         manifest = read_manifest(options.base_dir, cache_dir=options.cache_dir)
-        adapter = open_packed(options.artifact) if options.artifact else _from_folder(options.peft_folder, manifest)
+        adapter = open_packed(options.artifact) if options.artifact else _from_folder(options, manifest)
         facts = {"artifact_digest": options.artifact_digest} if options.artifact_digest else {}
         merged = write_merged(
             options.base_dir,
@@ -82,8 +83,9 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _from_folder(folder: Path, manifest: BaseManifest) -> PackedAdapter:
-    return validate((folder / CONFIG_FILE).read_bytes(), folder / WEIGHTS_FILE, read_linears(manifest))
+def _from_folder(options: argparse.Namespace, manifest: BaseManifest) -> PackedAdapter:
+    config, weights = options.peft_folder / CONFIG_FILE, options.peft_folder / WEIGHTS_FILE
+    return validate(config.read_bytes(), weights, read_linears(manifest), lambda _: BaseWeights.open(options.base_dir))
 
 
 def _say(line: dict[str, object]) -> None:
