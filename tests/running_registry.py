@@ -122,7 +122,8 @@ async def eventually(condition: Callable[[], object]) -> None:
 @asynccontextmanager
 async def registry_here(state_dir: Path, database_url: str | None = None, **settings: Any) -> AsyncIterator[Client]:
     """Run a registry in this process; leaving the block drains it."""
-    unless_told = {"port": 0, "drain_timeout_s": 2, "default_quantization": "none"}  # factors come back as they went in
+    # Factors come back as they went in, and an adapter that is large for its base may be registered.
+    unless_told = {"port": 0, "drain_timeout_s": 2, "default_quantization": "none", "max_rank": 2048}
     chosen = RegistrySettings(state_dir=state_dir, database_url=database_url, **{**unless_told, **settings})
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     stopping = asyncio.Event()
