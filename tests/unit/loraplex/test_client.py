@@ -83,9 +83,9 @@ def test_leaving_the_iterator_cancels_the_request(client, fake_cluster):
 def test_a_deadline_travels_and_ends_the_stream(client, fake_cluster):
     with pytest.raises(DeadlineExceeded, match="had finished"):
         gather(client.generate("endless", "x", timeout_s=0.3))
-    assert fake_cluster.remaining_s[0] <= 0.3
+    assert fake_cluster.remaining_s[0] <= 0.31  # gRPC rounds up
     gather(client.generate("m", "x"))
-    assert 500 < fake_cluster.remaining_s[1] <= 1.02 * Timeouts().generate_s  # gRPC rounds up
+    assert 500 < fake_cluster.remaining_s[1] <= 1.02 * Timeouts().generate_s
 
 
 def test_an_adapter_is_uploaded_byte_by_byte(client, fake_cluster, tiny_adapter):
