@@ -119,7 +119,11 @@ BAD_CONTENT = {
         errors.InvalidAdapter,
         {"field": "adapter_model.safetensors"},
     ),
-    "dora": ({"config": {"use_dora": True}}, errors.UnsupportedAdapter, {"field": "use_dora"}),
+    "activated": (
+        {"config": {"alora_invocation_tokens": [1]}},
+        errors.UnsupportedAdapter,
+        {"field": "alora_invocation_tokens"},
+    ),
     "unknown field": ({"config": {"new": 1}}, errors.UnsupportedAdapter, {"field": "new"}),
     "config not JSON": ({"raw_config": b"{"}, errors.InvalidAdapter, {"field": "adapter_config.json"}),
     "truncated": ({"cut": -100}, errors.CorruptArtifact, {"file": "adapter_model.safetensors"}),

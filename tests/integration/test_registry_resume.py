@@ -41,15 +41,24 @@ class Line:
         self.tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if (task := asyncio.current_task()) is not None:
+            self.tasks.add(task)
         self.num_connections += 1
         limit = self.cuts.pop(0) if self.cuts else None
-        there, back = await asyncio.open_connection(self.host, self.port)
-        answers = asyncio.create_task(self._pipe(there, writer, None))
-        self.tasks.add(answers)
-        await self._pipe(reader, back, limit)
-        for side in (writer, back):
-            side.transport.abort()
-        await answers
+        try:
+            there, back = await asyncio.open_connection(self.host, self.port)
+            try:
+                async with asyncio.TaskGroup() as pipes:
+                    pipes.create_task(self._pipe(there, writer, None))
+                    await self._pipe(reader, back, limit)
+                    for side in (writer, back):
+                        side.transport.abort()
+            finally:
+                back.transport.abort()
+        except (OSError, asyncio.CancelledError):  # the registry is away; the test is over
+            pass
+        finally:
+            writer.transport.abort()
 
     async def _pipe(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limit: int | None) -> None:
         passed = 0
@@ -73,6 +82,7 @@ async def line_to(target: str) -> AsyncIterator[tuple[str, Line]]:
         server.close()
         for task in line.tasks:
             task.cancel()
+        await asyncio.gather(*line.tasks, return_exceptions=True)
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
