@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.adapter_format.base import read_linears
+from common.adapter_format.base_weights import BaseWeights
 from common.adapter_format.packed import PackedAdapter, open_packed
 from common.adapter_format.validate import validate
 from common.merging.dtypes import NAMES
@@ -47,7 +48,10 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         manifest = read_manifest(options.base_dir, cache_dir=options.cache_dir)
-        adapter = open_packed(options.artifact) if options.artifact else _from_folder(options.peft_folder, manifest)
+        if options.artifact:
+            adapter = open_packed(options.artifact)
+        else:
+            adapter = _from_folder(options.peft_folder, manifest, options.base_dir)
         facts = {"artifact_digest": options.artifact_digest} if options.artifact_digest else {}
         merged = write_merged(
             options.base_dir,
@@ -82,8 +86,9 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _from_folder(folder: Path, manifest: BaseManifest) -> PackedAdapter:
-    return validate((folder / CONFIG_FILE).read_bytes(), folder / WEIGHTS_FILE, read_linears(manifest))
+def _from_folder(folder: Path, manifest: BaseManifest, base_dir: Path) -> PackedAdapter:
+    config, linears = (folder / CONFIG_FILE).read_bytes(), read_linears(manifest)
+    return validate(config, folder / WEIGHTS_FILE, linears, lambda _: BaseWeights.open(base_dir))
 
 
 def _say(line: dict[str, object]) -> None:
