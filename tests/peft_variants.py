@@ -98,6 +98,7 @@ VARIANTS: Final[Mapping[str, Variant]] = {
     "embedding_tied": Variant({"target_modules": ["v_proj", "embed_tokens"]}, base="tied"),
     "embedding_dora": Variant({"target_modules": ["v_proj", "embed_tokens"], "use_dora": True}),
     "head": Variant({"target_modules": ["up_proj", "lm_head"]}),
+    "head_and_one_layer": Variant({"target_modules": ["q_proj", "lm_head"], "layers_to_transform": [1]}),
     "head_tied": Variant({"target_modules": ["up_proj", "lm_head"]}, base="tied"),
     "head_dora": Variant({"target_modules": ["lm_head"], "use_dora": True}),
     "head_dora_tied": Variant({"target_modules": ["q_proj", "lm_head"], "use_dora": True}, base="tied"),

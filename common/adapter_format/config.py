@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from common.adapter_format.config_fields import refuse_unsupported
 from common.adapter_format.patterns import MAX_LENGTH, Pattern, UnsafePattern, compile_pattern, is_plain
@@ -52,6 +52,8 @@ class LoraConfig:
             return False
         if self.targets is None:
             return layer is not None
+        if isinstance(self.targets, tuple) and module in self.targets:
+            return True  # named in full, as lm_head is: PEFT asks layers_to_transform of names that are ends of names
         return _listed(self.targets, module) and (self.layers is None or layer in self.layers)
 
     def saves_module(self, module: str) -> bool:
@@ -135,9 +137,9 @@ def _targets(value: Any) -> tuple[str, ...] | Pattern | None:
 def _names(field: str, value: Any) -> tuple[str, ...] | Pattern:
     if isinstance(value, str):
         return _compiled(field, value)
-    if isinstance(value, list) and all(isinstance(name, str) and name for name in value):
+    if _are_names(value):
         return tuple(sorted(set(value)))
-    raise _malformed(field, value, "a list of names or a regular expression")
+    raise _malformed(field, value, f"a list of at most {_MAX_PATTERNS} names or a regular expression")
 
 
 def _printable(value: Any) -> str:
@@ -152,9 +154,14 @@ def _flag(field: str, fields: Mapping[str, Any]) -> bool:
 
 
 def _saved(value: Any) -> tuple[str, ...]:
-    if isinstance(value, list) and len(value) <= _MAX_PATTERNS and all(isinstance(n, str) and n for n in value):
+    if _are_names(value):
         return tuple(sorted(set(value)))
-    raise _malformed("modules_to_save", value, "a list of names")
+    raise _malformed("modules_to_save", value, f"a list of at most {_MAX_PATTERNS} names")
+
+
+def _are_names(value: Any) -> TypeGuard[list[str]]:
+    """Tell whether it is a list of names, of so many that each module of a base can be held against all."""
+    return isinstance(value, list) and len(value) <= _MAX_PATTERNS and all(isinstance(n, str) and n for n in value)
 
 
 def _layers(fields: Mapping[str, Any]) -> frozenset[int] | None:

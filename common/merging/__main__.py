@@ -48,7 +48,10 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         manifest = read_manifest(options.base_dir, cache_dir=options.cache_dir)
-        adapter = open_packed(options.artifact) if options.artifact else _from_folder(options, manifest)
+        if options.artifact:
+            adapter = open_packed(options.artifact)
+        else:
+            adapter = _from_folder(options.peft_folder, manifest, options.base_dir)
         facts = {"artifact_digest": options.artifact_digest} if options.artifact_digest else {}
         merged = write_merged(
             options.base_dir,
@@ -83,9 +86,9 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _from_folder(options: argparse.Namespace, manifest: BaseManifest) -> PackedAdapter:
-    config, weights = options.peft_folder / CONFIG_FILE, options.peft_folder / WEIGHTS_FILE
-    return validate(config.read_bytes(), weights, read_linears(manifest), lambda _: BaseWeights.open(options.base_dir))
+def _from_folder(folder: Path, manifest: BaseManifest, base_dir: Path) -> PackedAdapter:
+    config, linears = (folder / CONFIG_FILE).read_bytes(), read_linears(manifest)
+    return validate(config, folder / WEIGHTS_FILE, linears, lambda _: BaseWeights.open(base_dir))
 
 
 def _say(line: dict[str, object]) -> None:

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from loraplex.cli.output import print_error
-from loraplex.errors import InvalidRequest, LoraplexError
+from loraplex.errors import InvalidParameter, InvalidRequest, LoraplexError
 
 INTERRUPTED: Final = 130
 BROKEN_PIPE: Final = 141  # as a shell reports SIGPIPE
@@ -37,6 +37,13 @@ class Commands(TyperGroup):
         except BrokenPipeError as error:  # the reader left, as `head` does; say nothing more into the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(BROKEN_PIPE) from error
+        except OSError as error:
+            if error.filename is None:
+                raise
+            # Of a file or folder that was named: no rights, a name that is too long, a full disk.
+            refusal = InvalidParameter(f"{error.filename}: {error.strerror}", field="path")
+            print_error(refusal, as_json="--json" in sys.argv)
+            raise typer.Exit(1) from error
 
 
 def new_group(help_text: str, *, top: bool = False) -> typer.Typer:

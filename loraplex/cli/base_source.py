@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from loraplex.cli.folders import named, real
 from loraplex.cli.guard import guarded
 from loraplex.cli.tree import find_tree
 from loraplex.errors import FailedPrecondition, InvalidBaseModel, Unavailable
@@ -34,9 +35,9 @@ def resolve_base(source: str | None, base_id: str | None, say: Callable[[str], N
     """
     if source is None:
         return Base(_demo_base(), base_id or DEMO_BASE_ID)
-    folder = Path(source).expanduser()
+    folder = named(source)
     if source and folder.is_dir():
-        folder = folder.resolve()
+        folder = real(folder)
         check_folder(folder)
         return Base(folder, base_id or default_base_id(folder))
     if source and folder.exists():

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from loraplex.cli import output
 from loraplex.cli.app import new_group
 from loraplex.cli.base_source import default_base_id
-from loraplex.cli.folders import cache_dir
+from loraplex.cli.folders import cache_dir, named, real
 from loraplex.cli.options import REGISTRY, Json, Registry
 from loraplex.client import Client
 from loraplex.manifest import BaseManifest, read_manifest
@@ -43,7 +43,7 @@ def add(
     as_json: Json = False,
 ) -> None:
     """Register a base model by its manifest; the weights stay here."""
-    folder = folder.expanduser().resolve()
+    folder = real(named(folder))
     manifest = manifest_with_progress(folder, quiet=as_json)
     with Client(registry=registry) as client:
         done = client.add_base(base_id or default_base_id(folder), manifest)

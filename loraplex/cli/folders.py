@@ -1,9 +1,27 @@
-"""Where the command line keeps things of this user, by the XDG base directory specification."""
+"""Folders: those that a user names, and where the command line keeps its own (XDG base directory specification)."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+
+from loraplex.errors import InvalidParameter
+
+
+def named(path: str | Path) -> Path:
+    """Return a path that a user gave, `~` replaced and absolute. Raises InvalidParameter where `~user` is nobody."""
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError as error:
+        raise InvalidParameter(f"{path}: there is no such user here, or none with a home", field="path") from error
+
+
+def real(folder: Path) -> Path:
+    """Return a folder with its links followed. Raises InvalidParameter where they lead in a circle."""
+    try:
+        return folder.resolve()
+    except RuntimeError as error:
+        raise InvalidParameter(f"{folder}: its links lead in a circle", field="path") from error
 
 
 def cache_dir() -> Path:

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from loraplex.cli import output
 from loraplex.cli.base_source import check_folder
-from loraplex.cli.folders import cache_dir
+from loraplex.cli.folders import cache_dir, named
 from loraplex.cli.guard import guarded
 from loraplex.cli.options import REGISTRY, Json, Registry
 from loraplex.cli.tree import find_tree
@@ -59,15 +59,13 @@ def merge(
     base is. The base folder must be the one that the adapter was registered on.
     """
     tree = find_tree()
-    base = check_folder(base_dir.expanduser().absolute())
-    out = out.expanduser().absolute()
-    folder = Path(source).expanduser()
+    base, out, folder = check_folder(named(base_dir)), named(out), named(source)
     command = ["--base-dir", str(base), "--out", str(out), "--cache-dir", str(cache_dir())]
     command += ["--dtype", dtype.value] if dtype is not None else []
     if folder.is_dir():
         if artifact:
             raise InvalidParameter("--artifact is for registered adapters; a folder has none", field="artifact")
-        command += ["--peft-folder", str(read_adapter_folder(folder.absolute()).path)]
+        command += ["--peft-folder", str(read_adapter_folder(folder).path)]
         merged = _run(tree, command, quiet=as_json)
     else:
         with Client(registry=registry) as client, tempfile.TemporaryDirectory(prefix="loraplex-merge-") as scratch:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Final
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from loraplex.cli import output
+from loraplex.cli.folders import named
 from loraplex.client import Client
 from loraplex.peft_folder import read_adapter_folder
 from loraplex.records import AdapterRegistration, ImportProgress
@@ -27,7 +27,7 @@ def register(
         console=console, transient=True, disable=quiet or not console.is_terminal,
     )  # fmt: skip
     if not _FETCHED.match(source):
-        folder = read_adapter_folder(Path(source).expanduser())
+        folder = read_adapter_folder(named(source))
         with bar:
             task = bar.add_task("uploading", total=folder.size_bytes)
             return client.add_adapter(

@@ -14,7 +14,7 @@ from loraplex.cli.base_source import Base, resolve_base
 from loraplex.cli.board import LineBoard, make_board
 from loraplex.cli.bring_up import adapter_folders, bring_up
 from loraplex.cli.cluster import Cluster, ClusterPlan, DedicatedWorker, running
-from loraplex.cli.folders import default_state_dir
+from loraplex.cli.folders import default_state_dir, named
 from loraplex.cli.options import Json
 from loraplex.cli.ports import claim_ports
 from loraplex.cli.signals import StopSignals
@@ -101,7 +101,7 @@ def up(
             for index, name in enumerate(["the registry", *names])
         ),
     ]
-    state_dir = (state or default_state_dir()).expanduser().absolute()
+    state_dir = named(state or default_state_dir())
     try:
         claim_ports(host, wanted)  # before anything slow
     except FailedPrecondition:

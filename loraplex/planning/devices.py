@@ -96,6 +96,7 @@ def named_device(name: str) -> Device:
     raise InvalidParameter(f"--device {name!r} is not known; known are {', '.join(DEVICES)}", field="device")
 
 
+_MAX_SIZE: Final = 1e18
 _UNITS: Final = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY_UNITS: Final = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
@@ -103,8 +104,11 @@ _BINARY_UNITS: Final = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 def parse_size(text: str, flag: str) -> int:
     """Return the bytes of "80GB", "16GiB", "24G" (as GB) or "123456". Raises InvalidParameter, naming the flag."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?(?:/s)?\s*", text.lower())
-    if match is None or (match[3] and not match[2]) or float(match[1]) <= 0:
+    size = 0.0
+    if match is not None and not (match[3] and not match[2]):
+        size = float(match[1]) * (_BINARY_UNITS if match[3] else _UNITS)[match[2]]
+    if not 1 <= size <= _MAX_SIZE:
         raise InvalidParameter(
-            f"{flag} {text!r} is no size; give e.g. 24GB, 16GiB or a number of bytes", field=flag.lstrip("-")
+            f"{flag} {text[:80]!r} is no size; give e.g. 24GB, 16GiB or a number of bytes", field=flag.lstrip("-")
         )
-    return int(float(match[1]) * (_BINARY_UNITS if match[3] else _UNITS)[match[2]])
+    return int(size)

@@ -27,6 +27,7 @@ PROCESS_BYTES: Final = 900 * 2**20
 MOST_STEP_TOKENS: Final = 2048
 """A step computes no more tokens, unless a worker is told otherwise."""
 
+_MAX_NUMBER: Final = 10**9  # of requests, tokens and adapters: more is a slip
 _PANEL_OUTPUTS: Final = 32  # weights on a CPU lie in panels, filled up to so many outputs
 _ROOM_BYTES: Final = 128 * 2**20  # of attention's partial results on a GPU
 _KEYS_PER_SPLIT: Final = 256
@@ -159,9 +160,10 @@ def _check(shape: ModelShape, device: Device, plan: WorkerPlan) -> None:
             f"--memory: say how much memory the {device.name} has, e.g. --memory 16GiB", field="memory"
         )
     for name in ("concurrency", "context_tokens", "max_resident_adapters", "max_running_requests"):
-        if getattr(plan, name) < 1:
+        if not 1 <= getattr(plan, name) <= _MAX_NUMBER:
             flag = "--context" if name == "context_tokens" else f"--{name.replace('_', '-')}"
-            raise InvalidParameter(f"{flag} is {getattr(plan, name)}; give 1 or more", field=flag[2:])
+            given = str(getattr(plan, name))[:40]
+            raise InvalidParameter(f"{flag} is {given}; give 1 to {_MAX_NUMBER}", field=flag[2:])
     if plan.context_tokens > shape.max_context_tokens:
         raise InvalidParameter(
             f"--context is {plan.context_tokens}; {shape.name} has positions for {shape.max_context_tokens}",

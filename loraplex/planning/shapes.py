@@ -154,7 +154,7 @@ def shape_from_folder(folder: Path) -> ModelShape:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidBaseModel(f"--base-dir: {file} cannot be read: {error.strerror}", field="base_dir") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidBaseModel(f"--base-dir: {file} is not JSON: {error}", field="base_dir") from error
     if not isinstance(raw, dict):
         raise InvalidBaseModel(f"--base-dir: {file} is not a JSON object", field="base_dir")

@@ -41,6 +41,8 @@ LOADS_SHARE: Final = 0.5
 LOADER_THREADS: Final = 2
 MAX_ADAPTERS: Final = 1_000_000
 MAX_WORKERS: Final = 100_000
+MAX_NUMBER: Final = 1e12
+"""Of requests and tokens: more is a slip, and beyond what is computed with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +113,9 @@ def plan_fleet(
     request_s = traffic.prompt_tokens / prefill + traffic.output_tokens * plan.concurrency / decode
     mu = 1 / (traffic.prompt_tokens / prefill + traffic.output_tokens / decode)
     usable = mu * traffic.utilisation
-    for_tokens = max(1, math.ceil(traffic.requests_per_s / usable - 1e-9))
-    if for_tokens > MAX_WORKERS:
+    if traffic.requests_per_s > MAX_WORKERS * usable:
         raise _too_many()
+    for_tokens = max(1, math.ceil(traffic.requests_per_s / usable - 1e-9))
     copies = [max(1, math.ceil(share * traffic.requests_per_s / usable - 1e-9)) for share in shares]
     extra = sum(copies) - len(copies)
     mass = [0.0, *accumulate(shares)]
@@ -206,8 +208,11 @@ def _check(plan: WorkerPlan, traffic: Traffic) -> None:
         "decode-tokens-per-s": traffic.decode_tokens_per_s,
     }
     for name, value in positive.items():
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise InvalidParameter(f"--{name} is {value:g}; give a number above 0", field=name.replace("-", "_"))
+        if value is not None and not 0 < value <= MAX_NUMBER:
+            raise InvalidParameter(
+                f"--{name} is {str(value)[:40]}; give a number above 0, {MAX_NUMBER:g} at most",
+                field=name.replace("-", "_"),
+            )
     if traffic.num_adapters > MAX_ADAPTERS:
         raise InvalidParameter(
             f"--adapters is {traffic.num_adapters}; this counts up to {MAX_ADAPTERS}", field="adapters"

@@ -63,8 +63,11 @@ class LocalFolder:
             yield chunk
 
     def _resolve(self, name: str) -> tuple[Path, Path]:
-        root = self._root.resolve()
-        relative = (self._root / self._path / name).resolve()
+        try:
+            root = self._root.resolve()
+            relative = (self._root / self._path / name).resolve()
+        except RuntimeError as error:  # pathlib's word for it
+            raise invalid("has links that lead in a circle") from error
         if not relative.is_relative_to(root):
             raise forbidden(f"the path {self._path}", "it does not lie below the registry's import root")
         return root, relative.relative_to(root)

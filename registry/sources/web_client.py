@@ -25,6 +25,7 @@ _RESOLVERS: Final = 32
 _FAILURES: Final = (httpcore2.NetworkError, httpcore2.TimeoutException, httpcore2.ProtocolError)
 _LEGAL: Final = "!$%&'()*+,/:;=?@[]~"
 _RANGE: Final = "content-range"
+_MAX_DIGITS: Final = 18  # of a size; all such fit 64 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +43,8 @@ class WebResponse:
         """Size of the whole file, where the answer tells it."""
         if self.status == 206:
             _, _, total = self.headers.get(_RANGE, "").partition("/")
-            return int(total) if total.isdecimal() else None
-        length = self.headers.get("content-length", "")
-        return int(length) if length.isdecimal() else None
+            return _number(total)
+        return _number(self.headers.get("content-length", ""))
 
     @property
     def offset(self) -> int:
@@ -52,7 +52,8 @@ class WebResponse:
         if self.status != 206:
             return 0
         first, _, _ = self.headers.get(_RANGE, "").removeprefix("bytes ").partition("-")
-        return int(first) if first.isdecimal() else -1
+        number = _number(first)
+        return -1 if number is None else number
 
     @property
     def stamp(self) -> str:
@@ -104,10 +105,9 @@ class WebClient:
                             return
                 except _FAILURES as error:
                     raise unreachable(what, _in_words(error)) from error
-                target = urljoin(url, location)
-                if urlsplit(target)[:2] != parts[:2]:
+                url = _joined(url, location, what)
+                if urlsplit(url)[:2] != parts[:2]:
                     sent.pop("authorization", None)
-                url = target
         raise unreachable(what, f"it redirects more than {_MAX_REDIRECTS} times")
 
     def _check(self, parts: SplitResult, what: str) -> None:
@@ -127,6 +127,21 @@ def check_found(answer: WebResponse, what: str) -> None:
     if answer.status in (401, 403):
         raise forbidden(what, told)
     raise unreachable(what, told)
+
+
+def _joined(url: str, location: str, what: str) -> str:
+    """Return where a redirect leads. Raises SourceUnreachable where that is no URL."""
+    try:
+        target = urljoin(url, location)
+        urlsplit(target)
+    except ValueError as error:  # of brackets that are no address
+        raise unreachable(what, "it redirects to what is no URL") from error
+    return target
+
+
+def _number(text: str) -> int | None:
+    """Return a header's number of bytes, None for what is none that a file can have."""
+    return int(text) if text.isdecimal() and len(text) <= _MAX_DIGITS else None
 
 
 def _port(parts: SplitResult) -> int:

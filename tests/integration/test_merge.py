@@ -17,6 +17,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from common.adapter_format.packed import PackedAdapter
 from common.adapter_format.quantize import quantize
+from common.merging.__main__ import main as merging
 from common.merging.dtypes import narrow
 from common.merging.folder import RECORD, write_merged
 from loraplex.errors import AlreadyExists, BaseMismatch, LoraplexError, NoSpace, NotFound, UnsupportedAdapter
@@ -115,6 +116,15 @@ def test_a_worker_serves_a_merged_folder(name: str, tmp_path: Path) -> None:
     assert read_manifest(tmp_path / "merged").digest() != case.manifest.digest()
     runner = open_runner(tmp_path / "merged", threads=1)
     assert relative_error(first_logits(runner, PROMPT), whole_logits(case.model, PROMPT)[-1]) < 1e-4
+
+
+def test_a_peft_folder_is_merged_by_the_weights_of_its_base(tmp_path: Path) -> None:
+    case = Case(tmp_path, "llama_biases", r=4, use_dora=True, target_modules=["q_proj", "down_proj"])
+    case.model.save_pretrained(str(tmp_path / "peft"))
+    options = {"base-dir": case.folder, "peft-folder": tmp_path / "peft", "out": tmp_path / "merged"}
+    assert merging([f"--{name}={value}" for name, value in options.items()]) == 0
+    merged = load_model(tmp_path / "merged")
+    assert relative_error(whole_logits(merged, PROMPT), whole_logits(case.model, PROMPT)) < 1e-4
 
 
 def test_the_folder_is_a_whole_model_sharded_as_the_base(tmp_path: Path) -> None:

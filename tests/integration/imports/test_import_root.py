@@ -58,6 +58,9 @@ async def test_what_is_missing_or_no_plain_file_is_told_so(registry, state_dir, 
     os.mkfifo(root / "pipe" / CONFIG)
     assert "plain file" in (await refusal(registry.events("pipe"), errors.InvalidParameter)).message
     await refusal(registry.events(f"sql/{CONFIG}"), errors.SourceNotFound)
+    (root / "circle").symlink_to("circle")
+    for path in ("circle", "circle/sql"):
+        assert "circle" in (await refusal(registry.events(path), errors.InvalidParameter)).message
     (root / "sql" / WEIGHTS).write_bytes(b"x" * 2**24)
     await refusal(registry.events("sql"), errors.TooLarge)
     assert await nothing_is_left(registry, state_dir)

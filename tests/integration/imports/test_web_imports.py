@@ -146,6 +146,19 @@ async def test_a_redirect_leads_nowhere_that_the_url_may_not(registry, state_dir
     await refused(registry, state_dir, server.base + folder, kind)
 
 
+@pytest.mark.parametrize("target", ["http://[", "https://[::1", "//[x]:y/"])
+async def test_a_redirect_to_what_is_no_url_is_told_as_that(registry, state_dir, server, folder, target):
+    server.put(folder + CONFIG, Answer(b"", 302, {"Location": target}))
+    error = await refused(registry, state_dir, server.base + folder, errors.SourceUnreachable)
+    assert "no URL" in error.message
+
+
+async def test_a_size_that_no_file_has_is_no_size(registry, state_dir, server, folder):
+    ranges = {"Content-Range": f"bytes {'9' * 5000}-{'9' * 5000}/{'9' * 5000}"}
+    server.put(folder + CONFIG, Answer(b"{}", 206, ranges))
+    await refused(registry, state_dir, server.base + folder, errors.SourceUnreachable)
+
+
 async def test_redirects_are_followed_without_credentials_and_not_for_ever(
     registry, state_dir, server, folder, adapter_folder
 ):

@@ -48,6 +48,20 @@ def test_every_sampling_option_reaches_the_router(run, fake_cluster):
     assert [(m.role, m.content) for m in request.chat.messages] == [("system", "be brief"), ("user", "hi")]
 
 
+@pytest.mark.parametrize(
+    "command", [("adapter", "add", "x"), ("base", "add"), ("adapter", "merge", "x", "out", "--base-dir")]
+)
+def test_a_folder_that_cannot_be_looked_at_is_told_in_one_line(run, command, tmp_path):
+    too_long, nobodys, circle = tmp_path / ("a" * 300), "~nobody-of-that-name/x", tmp_path / "circle"
+    circle.symlink_to("circle")
+    for folder in (too_long, nobodys, circle):
+        ran = run(*command, folder, "--json")
+        told = json.loads(ran.err)["error"]
+        assert (ran.code, ran.out) == (1, "")
+        assert str(folder) in told["message"]
+        assert told["metadata"]["field"] in ("path", "base", "model")
+
+
 def test_several_answers_are_told_apart(run):
     assert run("generate", "m", "hi", "--n", "2").out == "[0] hi \n[1] hi \n"
 

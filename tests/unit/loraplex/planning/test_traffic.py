@@ -92,6 +92,9 @@ def test_popularity_is_a_distribution() -> None:
         ({"prompt_tokens": 2000}, "--context is 2048"),
         ({"decode_tokens_per_s": -1.0}, "--decode-tokens-per-s is -1"),
         ({"requests_per_s": 1e9}, "more than 100000 workers"),
+        ({"utilisation": 1e-320}, "more than 100000 workers"),
+        ({"prefill_tokens_per_s": 1e-320}, "more than 100000 workers"),
+        ({"prompt_tokens": 10**400}, "--prompt-tokens is 1000"),
     ],
 )
 def test_bad_input_is_refused_by_flag(change: dict[str, object], words: str) -> None:
@@ -122,7 +125,7 @@ def test_sizes_are_read_as_people_write_them(text: str, num_bytes: int) -> None:
     assert parse_size(text, "--memory") == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1GB", "many", "10i", "1e9", "5 XB"])
+@pytest.mark.parametrize("text", ["", "0", "-1GB", "many", "10i", "1e9", "5 XB", "0.5", "9" * 400])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(InvalidParameter, match="--memory"):
         parse_size(text, "--memory")
