@@ -65,7 +65,9 @@ class AdapterCalls:
             workers = [
                 view
                 for view in views
-                if view.state is not State.UNREACHABLE and version.artifact_digest in view.adapters
+                if view.state is not State.UNREACHABLE
+                and version.artifact_digest in view.adapters
+                and not view.dedicated_artifact_digest
             ]
         wanted = worker_pb2.UnloadAdapterRequest(artifact_digest=version.artifact_digest, from_disk=request.from_disk)
         return await self._ask_all(workers, lambda stub, options: stub.UnloadAdapter(wanted, **options), timeout_s)
@@ -76,7 +78,8 @@ class AdapterCalls:
             return [_named(worker_id, views)]
         chosen = homes(version.base_digest, version.artifact_digest, views)[: num_workers or 1]
         if not chosen:
-            raise no_worker(PlacementRequest(version.base_digest, 0, version.artifact_digest), views, ())
+            request = PlacementRequest(version.base_digest, 0, version.artifact_digest, beside_base=True)
+            raise no_worker(request, views, ())
         return chosen
 
     async def _ask_all(

@@ -21,6 +21,7 @@ from router.placement import (
     TIE_RATIO,
     TIE_S,
     PlacementRequest,
+    State,
     Tier,
     TierUse,
     WorkerView,
@@ -91,7 +92,10 @@ class AdapterPolicy:
         orders: list[Order] = []
         replicas: dict[str, int] = {}
         promoted: dict[AdapterKey, Promotion] = {}
+        served_merged = {worker.dedicated_artifact_digest for worker in workers if worker.state is State.SERVING}
         for entry in wanted:
+            if entry.version.artifact_digest in served_merged:
+                continue  # its requests go there
             if entry.demand.rate < self._settings.demote_rate and entry.demand.key not in self._promoted:
                 continue
             at_home = _at_home(entry, workers)

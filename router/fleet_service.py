@@ -60,7 +60,11 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         self._access.operator(authorization(context))
         adapters = self._catalog.snapshot.adapters.values()
         pinned = {AdapterKey(adapter.tenant, adapter.name) for adapter in adapters if adapter.pin_replicas}
-        found = advise(*self._traffic.now(), pinned, self._promote_rate)
+        demands, on_workers = self._traffic.now()
+        for view in self._fleet.views():
+            if view.dedicated_artifact_digest:
+                on_workers.pop(view.worker_id, None)  # what is advised of a worker is done there
+        found = advise(demands, on_workers, pinned, self._promote_rate)
         numbered = [(f"{number:04}", advice) for number, advice in enumerate(found)]
         page, token = page_of("advice", numbered, lambda entry: entry[0], request.page_size, request.page_token)
         return fleet_pb2.ListAdviceResponse(advice=[to_advice(advice) for _, advice in page], next_page_token=token)

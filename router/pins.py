@@ -64,6 +64,7 @@ class PinPlanner:
 
     def plan(self, pins: Mapping[str, Pin], workers: Sequence[WorkerView], now_s: float, *, in_step: bool) -> PinPlan:
         """Return what to tell which worker; `in_step` says that the pins are the registry's of now."""
+        workers = [worker for worker in workers if not worker.dedicated_artifact_digest]  # they keep what they have
         self._note_serving(workers, now_s)
         reachable = [worker for worker in workers if worker.state is State.SERVING and not worker.silent]
         chosen = {digest: self._chosen(pin) for digest, pin in pins.items()}

@@ -258,8 +258,13 @@ def homes(base_digest: str, artifact_digest: str, workers: Sequence[WorkerView])
     """Return the workers that an adapter's requests would go to if all were idle, first ones first.
 
     Those that have it on their device, or are loading it, come first, then the others; each in rendezvous order.
+    Dedicated ones are none: what they have is what they started with, and nothing is brought there.
     """
-    usable = [worker for worker in workers if worker.state is State.SERVING and worker.base_digest == base_digest]
+    usable = [
+        worker
+        for worker in workers
+        if worker.state is State.SERVING and worker.base_digest == base_digest and not worker.dedicated_artifact_digest
+    ]
     candidates = [worker for worker in usable if not worker.silent] or usable
     return sorted(
         candidates,

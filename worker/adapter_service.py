@@ -26,17 +26,22 @@ from loraplex.worker.v1.worker_pb2 import (
 from loraplex.worker.v1.worker_pb2_grpc import WorkerServiceServicer
 from worker.adapters.steering import Steering
 from worker.deadline import time_to_wait
+from worker.dedicated import Dedication
 from worker.messages import TIERS
 from worker.requests import CheckedAdapter, check_adapter, check_base, check_digest
 from worker.status import Tier
 
 
 class AdapterService(WorkerServiceServicer, ABC):
-    """The part of the service that is about adapters alone."""
+    """The part of the service that is about adapters alone.
 
-    def __init__(self, steering: Steering, max_rank: int | None) -> None:
+    A worker that is dedicated to an adapter has it already, merged, and for good; it takes no other.
+    """
+
+    def __init__(self, steering: Steering, max_rank: int | None, dedication: Dedication | None) -> None:
         self._steering = steering
         self._max_rank = max_rank
+        self._dedication = dedication
 
     @abstractmethod
     def _served_base(self) -> str:
@@ -47,7 +52,9 @@ class AdapterService(WorkerServiceServicer, ABC):
     ) -> LoadAdapterResponse:
         """Bring an adapter to the device and answer when it is there."""
         adapter = self._checked(request)
-        tier, seconds = await self._steering.load(adapter, _remaining(context))
+        tier, seconds = Tier.DEVICE, 0.0
+        if self._dedication is None:
+            tier, seconds = await self._steering.load(adapter, _remaining(context))
         response = LoadAdapterResponse(tier_hit=TIERS[tier])
         response.load_time.FromNanoseconds(int(seconds * 1e9))
         return response
@@ -59,7 +66,10 @@ class AdapterService(WorkerServiceServicer, ABC):
     ) -> PrefetchAdapterResponse:
         """Start to bring an adapter to the disk or the device, and answer at once."""
         del context
-        tier = self._steering.prefetch(self._checked(request), to_device=request.to_device)
+        adapter = self._checked(request)
+        if self._dedication is not None:
+            return PrefetchAdapterResponse(tier=TIERS[Tier.DEVICE])
+        tier = self._steering.prefetch(adapter, to_device=request.to_device)
         return PrefetchAdapterResponse(tier=TIERS[tier])
 
     async def UnloadAdapter(  # noqa: N802 - gRPC's name
@@ -68,6 +78,8 @@ class AdapterService(WorkerServiceServicer, ABC):
         """Take an adapter that nobody uses off the device."""
         self._served_base()
         check_digest("artifact_digest", request.artifact_digest)
+        if self._dedication is not None:
+            self._dedication.check_unload(request.artifact_digest)
         work = self._steering.unload(request.artifact_digest, from_disk=request.from_disk)
         tier = await _in_time(work, _remaining(context))
         return UnloadAdapterResponse() if tier is None else UnloadAdapterResponse(tier=TIERS[tier])
@@ -77,6 +89,8 @@ class AdapterService(WorkerServiceServicer, ABC):
     ) -> PinAdapterResponse:
         """Keep an adapter whatever the demand, or no longer."""
         adapter = self._checked(request)
+        if self._dedication is not None:
+            return PinAdapterResponse(tier=TIERS[Tier.DEVICE])
         work: Awaitable[Tier | None]
         if request.pinned:
             work = self._steering.pin(adapter, request.adapter.artifact_bytes)
@@ -90,7 +104,10 @@ class AdapterService(WorkerServiceServicer, ABC):
         check_base(request.base_digest, base_digest)
         if not request.HasField("adapter"):
             raise InvalidRequest("the request names no adapter; give its digests", field="adapter")
-        return check_adapter(request.adapter, self._max_rank)
+        adapter = check_adapter(request.adapter, self._max_rank)
+        if self._dedication is not None:
+            self._dedication.check(adapter.artifact_digest)
+        return adapter
 
 
 def _remaining(context: aio.ServicerContext[Any, Any]) -> float | None:

@@ -14,7 +14,7 @@ from typing import Final
 import structlog
 
 from common.backoff import Backoff
-from loraplex.errors import NotServedHere, Unavailable
+from loraplex.errors import FailedPrecondition, NotServedHere, Unavailable
 from worker.adapters.store import AdapterStore, Lease
 
 log = structlog.get_logger(__name__)
@@ -65,3 +65,10 @@ class Dedication:
             f"this worker serves adapter artifact {self.artifact_digest[:12]} only, not {asked}; another worker may",
             dedicated_artifact_digest=self.artifact_digest,
         )
+
+    def check_unload(self, artifact_digest: str) -> None:
+        """Raise FailedPrecondition for the adapter itself."""
+        if artifact_digest == self.artifact_digest:
+            raise FailedPrecondition(
+                "the worker is dedicated to the adapter and has it merged until it ends", field="artifact_digest"
+            )

@@ -109,11 +109,16 @@ class Unload(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Pin(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Never evict an adapter of so many bytes, there or not yet; `Steered` or a `Failure` answers. It loads nothing."""
+    """Never evict an adapter of so many bytes, there or not yet; `Steered` or a `Failure` answers. It loads nothing.
+
+    The bytes are those of its `AdapterFile`; of a file that is not there yet all count as going into the arena.
+    """
 
     request_id: int
     artifact_digest: str
     artifact_bytes: int
+    outside_bytes: int = 0
+    vocabulary_bytes: int = 0
 
 
 class Unpin(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -124,7 +124,7 @@ class WorkerService(AdapterService):
     """Serves routers. Takes requests once `open` was called, until `refuse`."""
 
     def __init__(self, parts: Parts) -> None:
-        super().__init__(parts.steering, parts.max_rank)
+        super().__init__(parts.steering, parts.max_rank, parts.dedication)
         self._parts = parts
         self._base: ServedBase | None = None
         self._refusal: Callable[[], LoraplexError] | None = None
@@ -153,8 +153,8 @@ class WorkerService(AdapterService):
         arrival_s = time.monotonic()
         base, ready = self._serving()
         checked = check_request(request, base_digest=base.digest, vocab_size=ready.vocab_size, max_rank=self._max_rank)
-        if self._parts.dedication is not None:
-            self._parts.dedication.check(None if checked.adapter is None else checked.adapter.artifact_digest)
+        if self._dedication is not None:
+            self._dedication.check(None if checked.adapter is None else checked.adapter.artifact_digest)
         describe_request(checked, base.digest)
         remaining_s = context.time_remaining()
         if remaining_s is not None and remaining_s <= 0:
@@ -270,8 +270,8 @@ class WorkerService(AdapterService):
         """Measure an artifact against the exact one: see worker.proto."""
         base, ready = self._serving()
         checked = check_evaluation(request, base_digest=base.digest)
-        if self._parts.dedication is not None:  # whose base is not the base
-            self._parts.dedication.check(None)
+        if self._dedication is not None:  # whose base is not the base
+            self._dedication.check(None)
         run = self._evaluator.begin(checked, base.digest, base.text, ready, context.time_remaining())
         # As in Generate: a handler that is suspended in a write hears late that its client has left.
         context.add_done_callback(lambda _: run.end())  # type: ignore[arg-type] # the stubs name a class here

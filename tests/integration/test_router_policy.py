@@ -122,6 +122,9 @@ async def test_advice_follows_from_what_the_answers_tell(registry: FakeRegistry,
             await registry.commit(adapter_entry("sql", pin_replicas=1))
             await eventually(lambda: router.router.catalog.snapshot.revision == 2)
             assert [advice.kind async for advice in asking.list_advice()] == ["merge"]
+            await worker.set(dedicated_artifact_digest=SQL)
+            await eventually(lambda: router.router.fleet.views()[0].dedicated_artifact_digest == SQL)
+            assert [advice async for advice in asking.list_advice()] == []
 
 
 def test_thresholds_that_would_make_adapters_flap_are_refused(capsys: pytest.CaptureFixture[str]):

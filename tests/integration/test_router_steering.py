@@ -85,6 +85,22 @@ async def test_what_is_on_a_device_already_is_where_requests_go(client: AsyncCli
     assert (first.told, third.told) == ([], [("load", SQL), ("to_disk", SQL)])
 
 
+async def test_dedicated_workers_are_left_alone_unless_named(client: AsyncClient, workers: list[FakeWorker]):
+    first, second, third = workers
+    on_device = worker_pb2.AdapterResidency(artifact_digest=SQL, tier=generation_pb2.ADAPTER_TIER_DEVICE)
+    for worker in (first, second):
+        await worker.set(dedicated_artifact_digest=SQL, adapters=[on_device])
+    await until_told(client, lambda found: [bool(w.adapters) for w in found.values()].count(True) == 2)
+    assert [outcome.worker_id for outcome in await client.load_adapter("sql", num_workers=3)] == [third.worker_id]
+    await client.prefetch_adapter("sql", num_workers=3)
+    await until_told(client, lambda found: found[third.worker_id].adapters)
+    await client.unload_adapter("sql")
+    assert (first.told, second.told) == ([], [])
+    assert [what for what, _ in third.told] == ["load", "to_disk", "unload"]
+    await client.load_adapter("sql", worker_id=first.worker_id)
+    assert first.told == [("load", SQL)]
+
+
 async def test_a_version_is_asked_for_by_its_digest(client: AsyncClient, workers: list[FakeWorker]):
     old = digest("artifact old")
     await client.prefetch_adapter(f"sql@{old[:12]}", worker_id=workers[1].worker_id)

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
-from loraplex.errors import ArtifactNotFound, NotServedHere, from_rpc_error
+from loraplex.errors import ArtifactNotFound, FailedPrecondition, NotServedHere, from_rpc_error
 from loraplex.types.v1.generation_pb2 import AdapterTier
-from loraplex.worker.v1.worker_pb2 import EvaluateAdapterRequest, WorkerState
+from loraplex.worker.v1.worker_pb2 import (
+    EvaluateAdapterRequest,
+    LoadAdapterRequest,
+    PinAdapterRequest,
+    PrefetchAdapterRequest,
+    UnloadAdapterRequest,
+    WorkerState,
+)
 from tests.fake_runner import expected_tokens
 from tests.tiny_base import write_tiny_base
 from tests.worker_front import VOCAB, ArtifactServer, running_front, serving_artifacts
 
 BLOB = b"the adapter that the worker is for"
+STEERING: tuple[tuple[str, Any, dict[str, bool]], ...] = (
+    ("LoadAdapter", LoadAdapterRequest, {}),
+    ("PrefetchAdapter", PrefetchAdapterRequest, {"to_device": True}),
+    ("PinAdapter", PinAdapterRequest, {"pinned": True}),
+    ("PinAdapter", PinAdapterRequest, {"pinned": False}),
+)
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +77,38 @@ async def test_it_serves_its_adapter_as_the_engines_base_and_nothing_else(base, 
                 pass
         assert isinstance(from_rpc_error(failed.value), NotServedHere)
         await front.status_where(lambda fields: fields["adapters"][digest].in_flight == 0)
+
+
+async def test_nothing_is_brought_to_it_or_taken_from_it(base, artifacts, tmp_path) -> None:
+    digest, other = artifacts.add(BLOB), artifacts.add(b"another")
+    async with (
+        serving_artifacts(artifacts) as port,
+        running_front(base, tmp_path, registry_port=port, dedicated=digest) as front,
+    ):
+        own, foreign = (
+            {"base_digest": front.base_digest, "adapter": front.request(artifact=name).adapter}
+            for name in (digest, other)
+        )
+
+        async def answered(name: str, request: Any) -> Any:
+            try:
+                return await getattr(front.stub, name)(request, timeout=5)
+            except grpc.RpcError as error:
+                raise from_rpc_error(error) from None
+
+        for name, kind, more in STEERING:
+            with pytest.raises(NotServedHere):
+                await answered(name, kind(**foreign, **more))
+            answer = await answered(name, kind(**own, **more))
+            assert getattr(answer, "tier_hit" if name == "LoadAdapter" else "tier") == AdapterTier.ADAPTER_TIER_DEVICE
+        assert artifacts.opened[other] == 0
+        gone = await answered("UnloadAdapter", UnloadAdapterRequest(artifact_digest=other))
+        assert gone.tier == AdapterTier.ADAPTER_TIER_UNSPECIFIED
+        for from_disk in (False, True):
+            with pytest.raises(FailedPrecondition):
+                await answered("UnloadAdapter", UnloadAdapterRequest(artifact_digest=digest, from_disk=from_disk))
+        assert front.app._engine.adapters == {}  # to the engine it is the base
+        assert front.app._steering.num_pinned == 0
 
 
 async def test_it_starts_when_its_source_does(base, artifacts, tmp_path) -> None:

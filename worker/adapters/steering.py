@@ -25,6 +25,7 @@ from loraplex.errors import (
     ResourceExhausted,
 )
 from worker.adapters.access import UNHURRIED_S, AdapterAccess
+from worker.adapters.outside import Outside
 from worker.adapters.store import AdapterStore
 from worker.deadline import time_to_wait
 from worker.engine_client import EngineClient
@@ -179,7 +180,8 @@ class Steering:
         digest = adapter.artifact_digest
         async with self._pin_turn:
             if digest not in self._pins:
-                await self._reserve(digest, self._store.size_bytes(digest) or max(1, artifact_bytes))
+                size_bytes = self._store.size_bytes(digest) or max(1, artifact_bytes)
+                await self._reserve(digest, size_bytes, self._store.outside(digest))
                 self._pins[digest] = self._start(self._keep(adapter))
                 self._on_change(digest)
         return self._where(digest) or Tier.SOURCE
@@ -192,10 +194,10 @@ class Steering:
                 self._forget(artifact_digest)
         return self._where(artifact_digest)
 
-    async def _reserve(self, artifact_digest: str, artifact_bytes: int) -> None:
+    async def _reserve(self, artifact_digest: str, artifact_bytes: int, outside: Outside) -> None:
         epoch = self._engine.epoch
         try:
-            await carry_out(self._engine, lambda order_id: Pin(order_id, artifact_digest, artifact_bytes))
+            await carry_out(self._engine, lambda order_id: Pin(order_id, artifact_digest, artifact_bytes, *outside))
         except asyncio.CancelledError:
             self._engine.unpin(artifact_digest)
             raise
@@ -259,14 +261,16 @@ class Steering:
     async def _keep(self, adapter: CheckedAdapter) -> None:
         """Bring a pinned adapter to the device, trying for as long as it takes, and hold its file."""
         digest, failures, lease = adapter.artifact_digest, 0, None
-        reserved = self._store.size_bytes(digest)
+        reserved = self._store.size_bytes(digest), self._store.outside(digest)
         try:
             while True:
                 try:
                     lease = await self._access.acquire(adapter, None)
-                    if lease.file.artifact_bytes != reserved:  # perhaps not what the caller believed
-                        reserved = lease.file.artifact_bytes
-                        await self._reserve(digest, reserved)
+                    file = lease.file
+                    sizes = file.artifact_bytes, Outside(file.outside_bytes, file.vocabulary_bytes)
+                    if sizes != reserved:  # perhaps not what the caller believed
+                        await self._reserve(digest, *sizes)
+                        reserved = sizes
                     self._store.keep(digest, kept=True)
                     await self._bring(lease.file, Urgency.PINNED)
                     break

@@ -154,6 +154,11 @@ class AdapterStore:
         entry = self._files.find(artifact_digest)
         return None if entry is None else entry.size_bytes
 
+    def outside(self, artifact_digest: str) -> Outside:
+        """Return what of a verified file does not go into the arena; nothing where that is not known."""
+        entry = self._cached.get(artifact_digest)
+        return NOTHING if entry is None else entry.outside
+
     def is_fetching(self, artifact_digest: str) -> bool:
         """Tell whether an artifact is on its way from the source."""
         return artifact_digest in self._fetches and artifact_digest not in self._files

@@ -17,7 +17,7 @@ from worker.engine.plan import AdapterLoad
 from worker.engine.prefix import PrefixCache
 from worker.engine.rates import StepRates
 from worker.engine.request import Request
-from worker.engine.residency import Changes, Placement, Residency, Slot
+from worker.engine.residency import Changes, Pinned, Placement, Residency, Slot
 from worker.mailbox import AdapterFile
 
 
@@ -205,9 +205,9 @@ class Memory:
         """Drop a reference to an adapter."""
         self._settle(self._residency.release(index))
 
-    def pin(self, artifact_digest: str, artifact_bytes: int) -> None:
+    def pin(self, artifact_digest: str, pinned: Pinned) -> None:
         """Keep an adapter from leaving, from now on or from when it comes; whether that can be is `pins` to say."""
-        self._residency.pin(artifact_digest, artifact_bytes)
+        self._residency.pin(artifact_digest, pinned)
         slot = self._residency.find(artifact_digest)
         if slot is not None:
             self._idle_adapters.discard(slot.index)

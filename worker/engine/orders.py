@@ -97,7 +97,7 @@ class Orders:
             return
         self.wanted(order.artifact_digest)
         self._done.append(Steered(order.request_id, residency.find(order.artifact_digest) is not None))
-        self._memory.pin(order.artifact_digest, order.artifact_bytes)
+        self._memory.pin(order.artifact_digest, refusal.pinned_bytes(order))
 
     def unpin(self, artifact_digest: str) -> None:
         """Keep an adapter no longer, and load it no more where it was to be loaded for that."""

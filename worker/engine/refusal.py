@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 
 from worker.engine.config import EngineConfig
 from worker.engine.request import Request
+from worker.engine.residency import Pinned
 from worker.mailbox import AdapterFile, Pin, Submit
 
 
@@ -37,17 +38,27 @@ class Room(NamedTuple):
 
     chunks: int = 0
     num_bytes: int = 0
+    vocabulary_bytes: int = 0
 
 
 NONE: Final = Room()
 
 
-def pinned_room(pinned: Mapping[str, int], config: EngineConfig, without: str | None) -> Room:
+def pinned_bytes(pin: Pin) -> Pinned:
+    """Return what an adapter takes that is to be pinned."""
+    return Pinned(pin.artifact_bytes, pin.artifact_bytes - pin.outside_bytes, pin.vocabulary_bytes)
+
+
+def pinned_room(pinned: Mapping[str, Pinned], config: EngineConfig, without: str | None) -> Room:
     """Return what pinned adapters take, of so many bytes by digest, but for the one of digest `without`."""
     if not pinned:
         return NONE
     sizes = [size for digest, size in pinned.items() if digest != without]
-    return Room(sum(map(config.chunks_for_adapter, sizes)), sum(sizes))
+    return Room(
+        sum([config.chunks_for_adapter(size.arena_bytes) for size in sizes]),
+        sum([size.artifact_bytes for size in sizes]),
+        sum([size.vocabulary_bytes for size in sizes]),
+    )
 
 
 def capacity_tokens(adapter: AdapterFile | None, config: EngineConfig, pinned: Room = NONE) -> int:
@@ -117,12 +128,15 @@ def adapter_too_large(file: AdapterFile, config: EngineConfig, pinned: Room = NO
             file.artifact_bytes,
         ),
         (arena_bytes if config.adapter_chunk_bytes else None, file.arena_bytes),
-        (config.max_vocabulary_bytes, file.vocabulary_bytes),
+        (
+            None if config.max_vocabulary_bytes is None else config.max_vocabulary_bytes - pinned.vocabulary_bytes,
+            file.vocabulary_bytes,
+        ),
     ]
     whats = ("of adapters on its device", "of adapters in its arena", "of embeddings and heads beside its arena")
     options = ("max_adapter_bytes", "arena_bytes", "max_vocabulary_bytes")
     for (limit, length), what, option in zip(bounds, whats, options, strict=True):
-        if limit is not None and length > limit:
+        if limit is not None and length > max(0, limit):
             return Problem(
                 "TOO_LARGE",
                 f"adapter {file.artifact_digest[:12]} has {length} bytes, this worker keeps at most {limit} bytes "
@@ -132,32 +146,38 @@ def adapter_too_large(file: AdapterFile, config: EngineConfig, pinned: Room = NO
     return None
 
 
-def pin(pin: Pin, pinned: Mapping[str, int], config: EngineConfig, requests: Iterable[Request]) -> Problem | None:
+def pin(pin: Pin, pinned: Mapping[str, Pinned], config: EngineConfig, requests: Iterable[Request]) -> Problem | None:
     """Return why an adapter cannot be pinned beside those of so many bytes by digest, or None.
 
     A slot stays for other adapters, and beside all pinned ones there is room for an adapter as large as the largest of
     them with the longest context, and for each of `requests`.
     """
-    digest, size = pin.artifact_digest, pin.artifact_bytes
+    digest, size = pin.artifact_digest, pinned_bytes(pin)
     if pinned.get(digest) == size:
         return None
     wanted = {**pinned, digest: size}
     if len(wanted) >= config.max_resident_adapters:
         return _too_many_pins(len(wanted), "max_resident_adapters", config.max_resident_adapters - 1, "adapters")
-    largest = max(wanted.values())
     total = pinned_room(wanted, config, None)
-    chunks = config.blocks_for(config.max_context_tokens) + config.chunks_for_adapter(largest)
+    largest = max(each.artifact_bytes for each in wanted.values())
+    vocabulary = max(each.vocabulary_bytes for each in wanted.values())
+    chunks = config.blocks_for(config.max_context_tokens)
+    chunks += max(config.chunks_for_adapter(each.arena_bytes) for each in wanted.values())
     for request in requests:
         needed = config.blocks_for(request.max_known_tokens - 1)
         if request.adapter is not None and request.adapter.artifact_digest not in wanted:
             largest = max(largest, request.adapter.artifact_bytes)
+            vocabulary = max(vocabulary, request.adapter.vocabulary_bytes)
             needed += config.chunks_for_adapter(request.adapter.arena_bytes)
         chunks = max(chunks, needed)
     if total.chunks + chunks > config.total_blocks:
         return _too_many_pins(total.chunks, "arena_bytes", max(0, config.total_blocks - chunks), "chunks")
-    if config.max_adapter_bytes is not None and total.num_bytes + largest > config.max_adapter_bytes:
-        most = max(0, config.max_adapter_bytes - largest)
-        return _too_many_pins(total.num_bytes, "max_adapter_bytes", most, "bytes")
+    for limit, num_bytes, other, option in (
+        (config.max_adapter_bytes, total.num_bytes, largest, "max_adapter_bytes"),
+        (config.max_vocabulary_bytes, total.vocabulary_bytes, vocabulary, "max_vocabulary_bytes"),
+    ):
+        if limit is not None and num_bytes and num_bytes + other > limit:
+            return _too_many_pins(num_bytes, option, max(0, limit - other), "bytes")
     return None
 
 

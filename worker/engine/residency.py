@@ -64,6 +64,15 @@ class Changes:
 
 
 @dataclass(frozen=True, slots=True)
+class Pinned:
+    """Bytes of a pinned adapter's file, those of them for the arena, and what it takes beside the arena."""
+
+    artifact_bytes: int
+    arena_bytes: int
+    vocabulary_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """A slot and chunks taken for an adapter that is to be loaded."""
 
@@ -82,7 +91,7 @@ class Residency:
         self._by_digest: dict[str, Slot] = {}
         self._by_index: dict[int, Slot] = {}
         self._unused: dict[str, Slot] = {}
-        self._pinned: dict[str, int] = {}  # digest -> artifact bytes
+        self._pinned: dict[str, Pinned] = {}
         self._changed: dict[str, None] = {}  # a set in the order of the first change
         self._idle_chunks = 0
         self._used_bytes = 0
@@ -109,8 +118,8 @@ class Residency:
         return self._idle_chunks
 
     @property
-    def pinned(self) -> Mapping[str, int]:
-        """Bytes of the pinned artifacts by digest, whether they have a slot or not."""
+    def pinned(self) -> Mapping[str, Pinned]:
+        """Bytes of the pinned adapters by digest, whether they have a slot or not."""
         return self._pinned
 
     @property
@@ -201,9 +210,9 @@ class Residency:
         self._count_idle(slot, was_idle=False)
         return slot
 
-    def pin(self, artifact_digest: str, artifact_bytes: int) -> None:
+    def pin(self, artifact_digest: str, pinned: Pinned) -> None:
         """Keep an adapter from being evicted, from now on or from when it comes."""
-        self._pinned[artifact_digest] = artifact_bytes
+        self._pinned[artifact_digest] = pinned
         self._set_pinned(artifact_digest, pinned=True)
 
     def unpin(self, artifact_digest: str) -> None:

@@ -95,6 +95,15 @@ def test_what_is_there_or_on_its_way_or_cannot_come_is_not_told_again(residency)
     assert AdapterPolicy(SETTINGS).plan([wanted()], [only], 0.0).orders == ()
 
 
+def test_nothing_is_fetched_to_dedicated_workers_nor_for_requests_that_go_there():
+    workers = [*(worker(f"d{i}", dedicated_artifact_digest="a-own") for i in range(4)), worker("w1")]
+    plan = AdapterPolicy(SETTINGS).plan([wanted("own"), wanted("x")], workers, 0.0)
+    assert told(plan) == {(Kind.TO_DEVICE, "w1", "a-x")}
+    gone = [replace(w, state=State.UNREACHABLE) if w.dedicated_artifact_digest else w for w in workers]
+    plan = AdapterPolicy(SETTINGS).plan([wanted("own")], gone, 0.0)
+    assert told(plan) == {(Kind.TO_DEVICE, "w1", "a-own")}
+
+
 def test_a_hot_adapter_stays_where_it_is_already_whatever_the_hashes_say():
     workers = fleet()
     last = ranked("x", workers)[-1]

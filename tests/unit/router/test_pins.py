@@ -74,6 +74,14 @@ def test_only_workers_of_the_base_that_serve_are_told(state):
     assert PinPlanner().plan(pins("x", replicas=9), workers, 0.0, in_step=True).orders == ()
 
 
+def test_dedicated_workers_keep_no_pins_and_take_nobodys_place():
+    dedicated = [worker(f"d{i}", "y", dedicated_artifact_digest="a-x") for i in range(4)]
+    planner = PinPlanner()
+    for now_s in (0.0, UNDO_AFTER_S + 1):
+        plan = planner.plan(pins("x", replicas=2), [*dedicated, worker("w1")], now_s, in_step=True)
+        assert told(plan.orders) == [(Kind.PIN, "w1", "a-x")]
+
+
 def test_what_is_pinned_already_is_not_told_and_a_new_epoch_is_told_anew():
     planner = PinPlanner()
     assert planner.plan(pins("x"), [worker("w1", "x")], 0.0, in_step=True).orders == ()

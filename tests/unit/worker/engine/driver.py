@@ -93,12 +93,12 @@ class Driver:
         self.steered: dict[int, Steered] = {}
         self.fail_next_step = False
 
-    def file(self, name: str, size: int = 0) -> AdapterFile:
+    def file(self, name: str, size: int = 0, outside: int = 0, vocabulary: int = 0) -> AdapterFile:
         """An adapter that exists; its bytes are its name."""
         path = self.folder / name
         if not path.exists():
             path.write_bytes(name.encode())
-        return AdapterFile(name, str(path), size or len(name))
+        return AdapterFile(name, str(path), size or len(name), outside, vocabulary)
 
     def told(self) -> dict[str, AdapterOnDevice]:
         """The adapters as the front end knows them, who has heard of all changes."""
@@ -162,8 +162,8 @@ class Driver:
     def unload(self, name: str) -> int:
         return self._order(Unload(self.next_id, name))
 
-    def pin(self, name: str, size: int = 0) -> int:
-        return self._order(Pin(self.next_id, name, size or len(name)))
+    def pin(self, name: str, size: int = 0, outside: int = 0, vocabulary: int = 0) -> int:
+        return self._order(Pin(self.next_id, name, size or len(name), outside, vocabulary))
 
     def unpin(self, name: str) -> None:
         self.scheduler.order(Unpin(name))

@@ -20,9 +20,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.fake_runner import expected_comparison, expected_tokens
 from tests.unit.worker.engine.driver import Driver, on_device
 from worker.engine.arena import Use
-from worker.mailbox import Load, Pin, Unload, Urgency
+from worker.mailbox import AdapterFile, Load, Pin, Unload, Urgency
 
 SIZES = {"a": 10, "b": 20, "c": 30, "d": 10, "e": 40, "f": 50}
+BESIDE = {"b": 5, "d": 4, "e": 10}
+"""Bytes that an adapter takes beside the arena."""
 adapters = st.none() | st.sampled_from(sorted(SIZES))
 
 
@@ -99,6 +101,7 @@ class Engine(RuleBasedStateMachine):
             max_running_requests=3,
             max_resident_adapters=3,
             max_adapter_bytes=60,
+            max_vocabulary_bytes=14,
             total_blocks=16,
             chunk_bytes=16,
             adapter_chunk_bytes=15,
@@ -109,6 +112,9 @@ class Engine(RuleBasedStateMachine):
         for name, size in SIZES.items():
             (Path(self.folder.name) / name).write_bytes(name.encode() * size)
 
+    def file(self, name: str) -> AdapterFile:
+        return self.driver.file(name, SIZES[name], vocabulary=BESIDE.get(name, 0))
+
     @rule(
         prompt=st.integers(0, 50),
         max_tokens=st.integers(0, 60),
@@ -118,18 +124,18 @@ class Engine(RuleBasedStateMachine):
         weight=st.sampled_from([1.0, 3.0]),
     )
     def submit(self, prompt: int, max_tokens: int, adapter: str | None, same: bool, tenant: str, weight: float) -> None:
-        file = None if adapter is None else self.driver.file(adapter, SIZES[adapter])
+        file = None if adapter is None else self.file(adapter)
         text: Any = tuple(range(1, prompt + 1)) if same else prompt  # equal beginnings, or not
         self.driver.submit(text, max_tokens, file, tenant, weight)
 
     @rule(count=st.integers(1, 16), exact=st.sampled_from(sorted(SIZES)), measured=st.sampled_from(sorted(SIZES)))
     def compare(self, count: int, exact: str, measured: str) -> None:
-        files = [self.driver.file(name, SIZES[name]) for name in (exact, measured)]
+        files = [self.file(name) for name in (exact, measured)]
         self.driver.compare(tuple(range(1, count + 1)), files[0], files[1], first=count // 2)
 
     @rule(name=st.sampled_from(sorted(SIZES)), urgency=st.sampled_from(Urgency))
     def load(self, name: str, urgency: Urgency) -> None:
-        self.driver.load(self.driver.file(name, SIZES[name]), urgency)
+        self.driver.load(self.file(name), urgency)
 
     @rule(name=st.sampled_from(sorted(SIZES)))
     def unload(self, name: str) -> None:
@@ -142,7 +148,7 @@ class Engine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(["a", "b", "c", "d"]), pinned=st.booleans())
     def pin(self, name: str, pinned: bool) -> None:
         if pinned:
-            self.driver.pin(name, SIZES[name])
+            self.driver.pin(name, SIZES[name], vocabulary=BESIDE.get(name, 0))
         else:
             self.driver.unpin(name)
 
@@ -185,6 +191,7 @@ class Engine(RuleBasedStateMachine):
         check_ownership(self.driver)
         residency = self.driver.scheduler._memory.residency
         assert residency.used_bytes <= 60
+        assert residency.vocabulary_bytes <= 14
         self.pinned_stay()
         for adapter in on_device(residency).values():
             slot = residency.find(adapter.artifact_digest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,3 +106,28 @@ def test_a_request_waits_for_another_s_parts_to_leave(tmp_path: Any) -> None:
     driver.run_until_idle()
     assert {first, second} <= driver.finished.keys()
     assert driver.started_loads == ["a", "b"]
+
+
+ROOM: dict[str, Any] = {"max_resident_adapters": 4, "total_blocks": 24, "chunk_bytes": 16, "adapter_chunk_bytes": 10}
+
+
+def test_pins_leave_room_beside_the_arena_too(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, max_vocabulary_bytes=100, **ROOM)
+    first, second = driver.pin("a", 1000, 990, 40), driver.pin("b", 1000, 990, 40)
+    assert first in driver.steered  # its file would not fit the arena, which it does not go into
+    assert "raise max_vocabulary_bytes" in driver.failed[second].message
+
+    beside = driver.submit(max_tokens=40)
+    fits, too_large = (
+        driver.submit(adapter=driver.file(name, 1000, 990, size)) for name, size in (("c", 60), ("d", 61))
+    )
+    assert driver.failed[too_large].message.endswith("beside those pinned; raise max_vocabulary_bytes")
+    driver.run_until_idle()
+    assert {fits, beside} <= driver.finished.keys()
+
+
+def test_a_pin_leaves_what_is_here_its_room_beside_the_arena(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, max_vocabulary_bytes=100, **ROOM)
+    driver.submit(adapter=driver.file("large", 1000, 990, 70))
+    assert "raise max_vocabulary_bytes" in driver.failed[driver.pin("a", 1000, 990, 40)].message
+    assert driver.pin("plain", 10) in driver.steered
