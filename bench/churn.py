@@ -73,6 +73,8 @@ class Held:
     """What the worker holds with no adapter on the device and no request: bytes of its processes, chunks in use."""
 
     rss_bytes: int
+    front_rss_bytes: int
+    """Of it the front end's."""
     chunks: int
 
 
@@ -124,9 +126,9 @@ class Churn:
         ):
             resources = await got.json()
         parent = psutil.Process(self._served.worker_pid)
-        rss = sum(process.memory_info().rss for process in [parent, *parent.children(recursive=True)])
+        rss = {process.pid: process.memory_info().rss for process in [parent, *parent.children(recursive=True)]}
         chunks = resources["kv_blocks_in_use"] + resources["adapter_chunks"]
-        return Held(rss, chunks)
+        return Held(sum(rss.values()), rss[self._served.worker_pid], chunks)
 
     async def _do(self, kind: str, model: Model, patience_s: float) -> None:
         digest = model.resolved.artifact_digest
@@ -223,6 +225,8 @@ async def _measure(args: argparse.Namespace, base: Base, scratch: Path) -> dict[
         "rss_before_mib": round(before.rss_bytes / 2**20, 1),
         "rss_after_mib": round(after.rss_bytes / 2**20, 1),
         "rss_growth": round(grown, 4),
+        "front_rss_before_mib": round(before.front_rss_bytes / 2**20, 1),
+        "front_rss_after_mib": round(after.front_rss_bytes / 2**20, 1),
         "chunks_before": before.chunks,
         "chunks_after": after.chunks,
         "ok": not churn.wrong and grown <= _MOST_GROWTH and after.chunks == before.chunks == 0,

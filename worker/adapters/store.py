@@ -27,7 +27,7 @@ from loraplex.folder_lock import FolderLock
 from worker.adapters.cached_files import CachedFile, CachedFiles, is_intact
 from worker.adapters.download import Partial, RetryPolicy, disk_error, download
 from worker.adapters.full_disk import FullDisk
-from worker.adapters.outside import outside_of
+from worker.adapters.outside import NOTHING, Outside, outside_of
 from worker.adapters.pace import Pace
 from worker.adapters.places import Places
 from worker.adapters.source import ArtifactSource
@@ -156,7 +156,7 @@ class AdapterStore:
 
     def outside(self, artifact_digest: str) -> Outside:
         """Return what of a verified file does not go into the arena; nothing where that is not known."""
-        entry = self._cached.get(artifact_digest)
+        entry = self._files.find(artifact_digest)
         return NOTHING if entry is None else entry.outside
 
     def is_fetching(self, artifact_digest: str) -> bool:
