@@ -178,7 +178,7 @@ class ModelRunner:
         cos, sin = (table.to(torch_device) for table in config.rope.tables(plan.max_context_tokens))
         kernels = backend.bind(arena, cos, sin)
         own = kernels if isinstance(kernels, DeviceKernels) else None
-        placement = own.placement(base.sites(), num_slots=max_resident_adapters) if own else None
+        placer = own.placer(base.sites(), num_slots=max_resident_adapters) if own else None
         vocabulary = VocabularyMemory(
             VocabularyShape(config.vocab_size, config.hidden_size),
             backend.pack,
@@ -207,7 +207,7 @@ class ModelRunner:
                 base,
                 arena,
                 num_slots=max_resident_adapters,
-                placement=placement,
+                placer=placer,
                 vocabulary=vocabulary,
                 open_file=open_packed if host is None else host.open,
             ),
