@@ -144,8 +144,8 @@ class ModelRunner:
 
         `device` is auto, cpu or cuda; `dtype` auto, float32 or bfloat16; `base_quantization` none or int8; None leaves
         a size to the machine, and the backend to the device. `merged_artifact` is a packed adapter to fold into the
-        weights. Raises InvalidBaseModel, CorruptArtifact or
-        InvalidParameter, naming the field and the remedy.
+        weights. Raises InvalidBaseModel, CorruptArtifact or InvalidParameter, naming the field and the remedy, and what
+        `read_merge` does.
         """
         merge = None if merged_artifact is None else read_merge(base_dir, base_digest, merged_artifact)
         config = read_config(base_dir) if merge is None else parse_config(merge.config)
