@@ -132,8 +132,8 @@ class Base:
         self.arena.kv[: self.first_adapter_chunk].normal_(0, 1)
         cos, sin = (table.to(device) for table in config.rope.tables(config.max_context_tokens))
         self.kernels = TritonKernels(self.arena, cos, sin)
-        self.placement = self.kernels.placement(shapes.sites, num_slots=batch)
-        self.slots = Slots(shapes.base, self.arena, num_slots=batch, placement=self.placement)
+        self.placer = self.kernels.placer(shapes.sites, num_slots=batch)
+        self.slots = Slots(shapes.base, self.arena, num_slots=batch, placer=self.placer)
         decoder = Decoder(config, weights, self.kernels)
 
         def runner(*, graphs: bool) -> ModelRunner:
@@ -173,13 +173,13 @@ class Base:
 
 def fill_slots(base: Base, fmt: Format, rank: int) -> AdapterImage:
     """Fill all slots with adapters of one rank and format: one layer's random factors, a copy of its own for each."""
-    shapes, table = base.shapes, base.placement.table
+    shapes, table = base.shapes, base.placer.table
     tiles = {}
-    for site, part in base.placement.geometry.modules():
+    for site, part in base.placer.geometry.modules():
         width = shapes.sites[site].widths[part]
         made, _ = random_part(fmt, rank, shapes.sites[site].in_features, width, 10 * site + part)
         tiles[site, part] = [cut((made,))] * shapes.layers
-    image = build_image(base.placement.geometry, shapes.layers, tiles, base.chunk_bytes)
+    image = build_image(base.placer.geometry, shapes.layers, tiles, base.chunk_bytes)
     each = len(image.chunks)
     on_device = torch.from_numpy(image.chunks).to(base.device)
     memory = base.arena.memory.view(base.arena.num_chunks, -1)
@@ -210,9 +210,9 @@ def attention_alone(base: Base, batch: int) -> Callable[[], None]:
 
 def lora_alone(base: Base, batch: int, *, kernel: Literal["shrink", "expand"]) -> Callable[[], None]:
     """Return a call that computes one half of a decode step's LoRA at all sites of all layers."""
-    device, table = base.device, base.placement.table
+    device, table = base.device, base.placer.table
     (work,) = plan_step(base.shapes.attention, table, base.layout(batch, list(range(batch)))).to(device).lora
-    config = LoraConfig(base.placement.geometry, Platform.of(device, torch.bfloat16), FORMATS)
+    config = LoraConfig(base.placer.geometry, Platform.of(device, torch.bfloat16), FORMATS)
     h = allocate_h(config, work, device).zero_()
     inputs = [torch.ones(batch, site.in_features, dtype=torch.bfloat16, device=device) for site in base.shapes.sites]
     deltas = [torch.empty(batch, sum(site.widths), dtype=torch.bfloat16, device=device) for site in base.shapes.sites]

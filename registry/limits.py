@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from common.adapter_format.base import KINDS
+from common.adapter_format.base import KINDS, kind_of
 from common.adapter_format.packed import EMBEDDING, HEAD, PackedAdapter
 from common.wording import listing
 from loraplex.errors import ResourceExhausted, UnsupportedAdapter
@@ -47,7 +47,7 @@ def check_limits(adapter: PackedAdapter, limits: AdapterLimits) -> None:
             limit=limits.max_rank,
         )
     for field, names in (
-        ("target_modules", {module.name.rpartition(".")[2] for module in adapter.modules}),
+        ("target_modules", {kind_of(module.name) for module in adapter.modules}),
         ("modules_to_save", {matrix.name for matrix in adapter.matrices}),
     ):
         if refused := names - limits.target_modules:

@@ -366,7 +366,6 @@ class EngineClient:
 
 
 def _error_of(failure: Failure | FailedLoad) -> LoraplexError:
-    retry_after_s = failure.retry_after_s or None if isinstance(failure, Failure) else None
-    error = BY_REASON.get(failure.reason, LoraplexError)(failure.message, retry_after_s=retry_after_s)
+    error = BY_REASON.get(failure.reason, LoraplexError)(failure.message)
     error.metadata = dict(failure.metadata)
     return error

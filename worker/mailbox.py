@@ -232,8 +232,6 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     reason: str
     message: str
     metadata: dict[str, str] = {}
-    retry_after_s: float = 0.0
-    """When trying again may help; 0 where nobody knows."""
 
 
 class FailedLoad(msgspec.Struct, frozen=True, array_like=True):

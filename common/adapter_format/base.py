@@ -21,8 +21,8 @@ KINDS: Final = {
 }
 OUTSIDE: Final[Mapping[str, str]] = {EMBEDDING: f"model.{EMBEDDING}", HEAD: HEAD}
 """The modules outside the layers, and what they are called in a model."""
-_EMBEDDING_WEIGHT: Final = f"model.{EMBEDDING}.weight"
-_HEAD_WEIGHT: Final = f"{HEAD}.weight"
+EMBEDDING_WEIGHT: Final = f"{OUTSIDE[EMBEDDING]}.weight"
+HEAD_WEIGHT: Final = f"{OUTSIDE[HEAD]}.weight"
 _PARAMETER: Final = re.compile(r"model\.(layers\.(?:0|[1-9]\d{0,5})\.(self_attn|mlp)\.(\w+))\.(weight|bias)")
 
 
@@ -70,8 +70,8 @@ def read_linears(manifest: BaseManifest) -> BaseLinears:
             shapes[match[1]] = (tensor.shape[0], tensor.shape[1])
             weights[match[1]] = tensor
     outside: dict[str, tuple[int, int]] = {}
-    embedding = by_name.get(_EMBEDDING_WEIGHT)
-    head = embedding if _is_tied(manifest) else by_name.get(_HEAD_WEIGHT)
+    embedding = by_name.get(EMBEDDING_WEIGHT)
+    head = embedding if _is_tied(manifest) else by_name.get(HEAD_WEIGHT)
     for module, matrix in ((EMBEDDING, embedding), (HEAD, head)):
         if matrix is not None and len(matrix.shape) == 2:
             vocabulary, hidden = matrix.shape

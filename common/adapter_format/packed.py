@@ -18,7 +18,6 @@ The same adapter always packs to the same bytes; the artifact digest is their SH
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -38,10 +37,8 @@ from common.adapter_format.modules import (
 )
 from common.adapter_format.parts import FORMAT_NONE, PackedPart
 from common.adapter_format.reading import KEY, open_packed
-from common.adapter_format.tensor_file import MAX_HEADER_BYTES, write_tensors
+from common.adapter_format.tensor_file import write_tensors
 from loraplex.digests import canonical_json, digest_of
-from loraplex.errors import CorruptArtifact
-from loraplex.safetensors_header import read_header
 
 __all__ = [
     "EMBEDDING",
@@ -58,7 +55,6 @@ __all__ = [
     "open_packed",
     "pack",
     "quantized_module",
-    "read_version_digest",
     "version_digest",
 ]
 
@@ -156,17 +152,6 @@ def module_tensors(module: PackedModule) -> list[_Tensor]:
 def matrix_tensors(matrices: Iterable[PackedMatrix]) -> list[_Tensor]:
     """Return what full matrices are stored as: (name, dtype, array)."""
     return [(f"{matrix.name}.weight", matrix.dtype, matrix.weight) for matrix in matrices]
-
-
-def read_version_digest(path: Path) -> str:
-    """Return the version a packed file says it holds, from its header alone. Raises CorruptArtifact."""
-    try:
-        header = json.loads(read_header(path, max_header_bytes=MAX_HEADER_BYTES).metadata[KEY])
-        return str(header["version_digest"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CorruptArtifact(
-            f"{path.name} is not a packed adapter: its metadata is damaged", file=path.name
-        ) from error
 
 
 def _as_stored(module: str, a: NDArray[Any]) -> NDArray[Any]:

@@ -73,6 +73,13 @@ def widen(array: NDArray[Any], dtype: str) -> NDArray[np.float32]:
     return array.astype(np.float32)
 
 
+def bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Return float32 values as bfloat16, rounded to nearest even; bits, as numpy lacks the dtype. Any NaN is 0x7FC0."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded.astype(np.uint16))
+
+
 def spread(scales: NDArray[Any], num_values: int) -> NDArray[np.float32]:
     """Repeat a scale for each value of its group: [..., groups] -> float32 [..., num_values]."""
     return np.repeat(scales.astype(np.float32), GROUP, axis=-1)[..., :num_values]

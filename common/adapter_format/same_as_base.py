@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from common.adapter_format.base import BaseLinears
 from common.adapter_format.base_weights import WeightsSource
-from common.adapter_format.parts import widen
+from common.adapter_format.parts import bfloat16_bits, widen
 from common.adapter_format.tensor_file import NUMPY_DTYPES, StoredTensor
 from loraplex.errors import AdapterMismatch
 from loraplex.manifest import TensorInfo
@@ -80,8 +80,7 @@ def is_rounded(tensor: StoredTensor, base: TensorInfo, weights: WeightsSource) -
 def narrowed(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
     """Return float32 values in `dtype`, rounded to nearest even; BF16 as uint16 bits."""
     if dtype == "BF16":
-        bits = values.view(np.uint32)
-        return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+        return bfloat16_bits(values)
     with np.errstate(over="ignore"):
         return values.astype(NUMPY_DTYPES[dtype])
 

@@ -12,15 +12,13 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from common.adapter_format.base import EMBEDDING_WEIGHT, HEAD_WEIGHT, full_name
 from common.adapter_format.packed import EMBEDDING, HEAD, PackedAdapter, PackedAffine, PackedMatrix, PackedModule
 from common.adapter_format.parts import dequantize, widen
 from loraplex.errors import AdapterMismatch, UnsupportedAdapter
 from loraplex.families import check_family
 
 Rows = NDArray[np.float32]
-
-EMBEDDING_WEIGHT: Final = "model.embed_tokens.weight"
-HEAD_WEIGHT: Final = "lm_head.weight"
 
 _ATTENTION: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _MLP: Final = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -105,7 +103,7 @@ class _Planner:
         return Changes(self._config, self._changes, frozenset(self._dropped))
 
     def _linear(self, module: PackedModule) -> None:
-        name = f"model.{module.name}"
+        name = full_name(module.name)
         weight, bias = f"{name}.weight", f"{name}.bias"
         shape = self._shapes.get(weight)
         if shape != (module.out_features, module.in_features):

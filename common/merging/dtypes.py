@@ -8,6 +8,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from common.adapter_format.parts import bfloat16_bits
+
 STORED: Final[Mapping[str, np.dtype[Any]]] = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
@@ -21,8 +23,6 @@ NAMES: Final[Mapping[str, str]] = {"float32": "F32", "float16": "F16", "bfloat16
 def narrow(rows: NDArray[np.float32], dtype: str) -> NDArray[Any]:
     """Return rows as they are stored, rounded to the nearest; infinite where the dtype's range ends."""
     if dtype == "BF16":
-        bits = np.ascontiguousarray(rows).view(np.uint32)
-        rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-        return np.where(np.isnan(rows), np.uint16(0x7FC0), rounded.astype(np.uint16))
+        return bfloat16_bits(rows)
     with np.errstate(over="ignore"):
         return rows.astype(STORED[dtype])

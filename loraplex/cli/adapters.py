@@ -1,4 +1,4 @@
-"""`loraplex adapter`: add, list, show, evaluate, repack, rm. More of its commands are in `steering`."""
+"""`loraplex adapter`: add, list, show, evaluate, repack, rm. More of its commands are in `steering` and `merge`."""
 
 from __future__ import annotations
 

@@ -10,7 +10,9 @@ from typing import Annotated, Final
 import typer
 
 from loraplex.cli import output
+from loraplex.cli.adapters import Quantization
 from loraplex.cli.options import Json
+from loraplex.cli.up import Dtype
 from loraplex.errors import InvalidParameter
 from loraplex.planning.devices import DEVICES, Links, named_device, parse_size
 from loraplex.planning.memory import MemoryAccount, WorkerPlan
@@ -19,22 +21,6 @@ from loraplex.planning.shapes import SHAPES, check_targets, named_shape, shape_f
 from loraplex.planning.traffic import FleetPlan, Traffic
 
 _RANKS: Final = (8, 16, 32, 64)
-
-
-class Dtype(StrEnum):
-    """What a worker keeps weights and KV cache in."""
-
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-
-
-class Format(StrEnum):
-    """Formats of packed adapters."""
-
-    INT8 = "int8"
-    INT4 = "int4"
-    NONE = "none"
 
 
 class AdapterDtype(StrEnum):
@@ -89,7 +75,7 @@ def plan(
         int, typer.Option("--max-resident-adapters", metavar="N", help="A worker's setting of that name.")
     ] = 32,
     rank: Annotated[int, typer.Option("--rank", metavar="R", help="Of the adapters that are planned for.")] = 16,
-    form: Annotated[Format, typer.Option("--format", help="How they are packed.")] = Format.INT8,
+    form: Annotated[Quantization, typer.Option("--format", help="How they are packed.")] = Quantization.INT8,
     target_modules: Annotated[
         str, typer.Option("--target-modules", metavar="NAMES", help="What they adapt, comma-separated.")
     ] = "all-linear",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
@@ -33,7 +33,7 @@ class SourceRules:
     import_root: Path | None
     private_hosts: frozenset[str]
     hub_endpoint: str
-    hub_token: str | None
+    hub_token: str | None = field(repr=False)
     endpoints: dict[str, str | None]
 
 

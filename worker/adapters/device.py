@@ -60,18 +60,18 @@ class DeviceAdapters:
         arena: Arena,
         *,
         num_slots: int,
-        placement: Placer | None = None,
+        placer: Placer | None = None,
         vocabulary: VocabularyMemory | None = None,
         open_file: Callable[[Path], PackedAdapter] = open_packed,
     ) -> None:
-        """`placement` is the backend's; without one tiles are found by records. `open_file` reads a packed file.
+        """`placer` is the backend's; without one tiles are found by records. `open_file` reads a packed file.
 
         Without `vocabulary` the base's embedding and head are nothing that an adapter can change.
         """
         self._open_file = open_file
         self._base, self._arena, self._num_slots = base, arena, num_slots
         self._vocabulary = vocabulary
-        self._placement = RecordPlacer(arena) if placement is None else placement
+        self._placer = RecordPlacer(arena) if placer is None else placer
         self._plans = LoadPlans()
         self._slots: dict[int, PlacedAdapter] = {}
         self._lock = threading.Lock()
@@ -79,7 +79,7 @@ class DeviceAdapters:
     @property
     def usable_chunk_bytes(self) -> int:
         """See Placer."""
-        return self._placement.usable_chunk_bytes
+        return self._placer.usable_chunk_bytes
 
     def load(self, slot: int, path: Path, chunk_ids: Sequence[int]) -> PlacedAdapter:
         """Bring the packed file at `path` into an empty slot and the first of the arena's chunks `chunk_ids`.
@@ -100,8 +100,8 @@ class DeviceAdapters:
 
     def _load_as_before(self, path: Path, chunk_ids: Sequence[int]) -> PlacedAdapter | None:
         """Load a file that lies as an earlier one did; None where none has, or where a reader should have a look."""
-        placement = self._placement
-        if not isinstance(placement, RecordPlacer) or not placement.plans_loads:
+        placer = self._placer
+        if not isinstance(placer, RecordPlacer) or not placer.plans_loads:
             return None
         with path.open("rb") as stream:
             form = FileForm.read(stream)
@@ -109,9 +109,9 @@ class DeviceAdapters:
         if form is None or plan is None:
             return None
         file = MappedFile.open(path)
-        if not placement.is_sound(plan, file):
+        if not placer.is_sound(plan, file):
             return None
-        return placement.carry_out(plan, form.version_digest, file, chunk_ids)
+        return placer.carry_out(plan, form.version_digest, file, chunk_ids)
 
     def _load_new(self, slot: int, path: Path, chunk_ids: Sequence[int]) -> PlacedAdapter:
         packed = self._open_file(path)
@@ -120,7 +120,7 @@ class DeviceAdapters:
         try:
             if vocabulary is None:
                 return self._place(slot, path, packed.version_digest, modules, chunk_ids)
-            adapter = self._placement.place(slot, packed.version_digest, modules, chunk_ids)
+            adapter = self._placer.place(slot, packed.version_digest, modules, chunk_ids)
             return replace(adapter, vocabulary=vocabulary)
         except BaseException:
             if self._vocabulary is not None and vocabulary is not None:
@@ -131,11 +131,11 @@ class DeviceAdapters:
         self, slot: int, path: Path, version_digest: str, modules: Sequence[PlacedModule], chunk_ids: Sequence[int]
     ) -> PlacedAdapter:
         """Place what lies in the arena alone, and remember how."""
-        placement = self._placement
-        if not (isinstance(placement, RecordPlacer) and placement.plans_loads):
-            return placement.place(slot, version_digest, modules, chunk_ids)
-        plan, file = placement.plan(modules)
-        adapter = placement.carry_out(plan, version_digest, file, chunk_ids)
+        placer = self._placer
+        if not (isinstance(placer, RecordPlacer) and placer.plans_loads):
+            return placer.place(slot, version_digest, modules, chunk_ids)
+        plan, file = placer.plan(modules)
+        adapter = placer.carry_out(plan, version_digest, file, chunk_ids)
         with path.open("rb") as stream:
             form = FileForm.read(stream)
         if form is not None and plan.reusable:
@@ -152,7 +152,7 @@ class DeviceAdapters:
         with self._lock:
             known = self._slots.pop(slot, None)
         if known is not None:
-            self._placement.forget(slot)
+            self._placer.forget(slot)
             if self._vocabulary is not None and known.vocabulary is not None:
                 self._vocabulary.release(known.vocabulary)
 

@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.adapter_format.tensor_file import MAX_HEADER_BYTES
+from loraplex.safetensors_header import LENGTH_BYTES
 from worker.kernels.tiles import Layout
 
 _KEPT: Final = 64
-_LENGTH_BYTES: Final = 8
 _VERSION: Final = b'\\"version_digest\\":\\"'
 """Behind it the digest stands in a packed file's header, which holds JSON in a string of JSON."""
 _DIGEST_LENGTH: Final = 64
@@ -53,7 +53,7 @@ class FileForm:
     @classmethod
     def read(cls, stream: BinaryIO) -> FileForm | None:
         """Read a file's header; None for one that is not as packed files are, which a reader will explain."""
-        length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+        length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
         if length > MAX_HEADER_BYTES:
             return None
         header = stream.read(length)

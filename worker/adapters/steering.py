@@ -225,7 +225,7 @@ class Steering:
         )
 
     def limit_wait(
-        self, generation: Waiter, adapter: CheckedAdapter, remaining_s: float | None
+        self, waiter: Waiter, adapter: CheckedAdapter, remaining_s: float | None
     ) -> asyncio.TimerHandle | None:
         """Have a request that waits for its adapter be told before its deadline that it does not make it.
 
@@ -238,7 +238,7 @@ class Steering:
             "the adapter did not come to the device, or the request to its turn, before the deadline; try again later",
             retry_after_s=max(_RETRY_AFTER_S, self._access.expected_s(size_bytes, fetch=False) or 0.0),
         )
-        return asyncio.get_running_loop().call_later(time_to_wait(remaining_s), generation.give_up_waiting, error)
+        return asyncio.get_running_loop().call_later(time_to_wait(remaining_s), waiter.give_up_waiting, error)
 
     def load_failed(self, artifact_digest: str, error: LoraplexError) -> None:
         """Note that the engine could not load an adapter; what that means takes a while to find out."""

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Final
 
+from common.adapter_format.reading import KEY
 from common.adapter_format.tensor_file import MAX_HEADER_BYTES
 from loraplex.errors import ArtifactUnreachable, CorruptArtifact, VersionMismatch
 from loraplex.safetensors_header import LENGTH_BYTES
@@ -19,7 +20,6 @@ from worker.mailbox import AdapterFile
 UNREADABLE_FILE: Final = frozenset({CorruptArtifact.reason, ArtifactUnreachable.reason})
 """Reasons by which the engine says that an adapter's file is not what it was when it was verified."""
 _KEPT: Final = 8192
-_METADATA_KEY: Final = "loraplex"
 
 
 class Versions:
@@ -60,4 +60,4 @@ def _read_version_digest(file: Path) -> str:
         if length > MAX_HEADER_BYTES:
             raise ValueError("not a header")
         header = json.loads(stream.read(length))
-    return str(json.loads(header["__metadata__"][_METADATA_KEY])["version_digest"])
+    return str(json.loads(header["__metadata__"][KEY])["version_digest"])

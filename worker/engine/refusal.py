@@ -146,13 +146,13 @@ def adapter_too_large(file: AdapterFile, config: EngineConfig, pinned: Room = NO
     return None
 
 
-def pin(pin: Pin, pinned: Mapping[str, Pinned], config: EngineConfig, requests: Iterable[Request]) -> Problem | None:
+def pin(order: Pin, pinned: Mapping[str, Pinned], config: EngineConfig, requests: Iterable[Request]) -> Problem | None:
     """Return why an adapter cannot be pinned beside those of so many bytes by digest, or None.
 
     A slot stays for other adapters, and beside all pinned ones there is room for an adapter as large as the largest of
     them with the longest context, and for each of `requests`.
     """
-    digest, size = pin.artifact_digest, pinned_bytes(pin)
+    digest, size = order.artifact_digest, pinned_bytes(order)
     if pinned.get(digest) == size:
         return None
     wanted = {**pinned, digest: size}

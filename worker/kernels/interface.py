@@ -124,7 +124,7 @@ class PreparedDecodes(Protocol):
 class DeviceKernels(Protocol):
     """What a backend of a device of its own offers beside `Kernels`."""
 
-    def placement(self, sites: Sequence[SiteShape], *, num_slots: int) -> Placer:
+    def placer(self, sites: Sequence[SiteShape], *, num_slots: int) -> Placer:
         """Return the way adapters come into the arena; to be called once, before the first step."""
         ...
 

@@ -144,8 +144,8 @@ class ModelRunner:
 
         `device` is auto, cpu or cuda; `dtype` auto, float32 or bfloat16; `base_quantization` none or int8; None leaves
         a size to the machine, and the backend to the device. `merged_artifact` is a packed adapter to fold into the
-        weights. Raises InvalidBaseModel, CorruptArtifact or
-        InvalidParameter, naming the field and the remedy.
+        weights. Raises InvalidBaseModel, CorruptArtifact or InvalidParameter, naming the field and the remedy, and what
+        `read_merge` does.
         """
         merge = None if merged_artifact is None else read_merge(base_dir, base_digest, merged_artifact)
         config = read_config(base_dir) if merge is None else parse_config(merge.config)
@@ -178,7 +178,7 @@ class ModelRunner:
         cos, sin = (table.to(torch_device) for table in config.rope.tables(plan.max_context_tokens))
         kernels = backend.bind(arena, cos, sin)
         own = kernels if isinstance(kernels, DeviceKernels) else None
-        placement = own.placement(base.sites(), num_slots=max_resident_adapters) if own else None
+        placer = own.placer(base.sites(), num_slots=max_resident_adapters) if own else None
         vocabulary = VocabularyMemory(
             VocabularyShape(config.vocab_size, config.hidden_size),
             backend.pack,
@@ -207,7 +207,7 @@ class ModelRunner:
                 base,
                 arena,
                 num_slots=max_resident_adapters,
-                placement=placement,
+                placer=placer,
                 vocabulary=vocabulary,
                 open_file=open_packed if host is None else host.open,
             ),

@@ -45,8 +45,8 @@ def arena_of(of: ModelConfig) -> Arena:
 
 def adapters_of(of: ModelConfig, arena: Arena) -> tuple[DeviceAdapters, TablePlacer]:
     base = BaseShape("b" * 64, of.num_layers, of.module_shapes())
-    placement = TablePlacer(arena, base.sites(), num_slots=2)
-    return DeviceAdapters(base, arena, num_slots=2, placement=placement), placement
+    placer = TablePlacer(arena, base.sites(), num_slots=2)
+    return DeviceAdapters(base, arena, num_slots=2, placer=placer), placer
 
 
 def factor_bytes(adapter: PackedAdapter) -> int:
@@ -73,14 +73,14 @@ def test_the_chunks_that_the_engine_grants_suffice(
     hidden: int, inner: int, rank: int, kind: str, modules: set[str], tmp_path: Path
 ) -> None:
     of = config(hidden, inner, layers=10)
-    adapters, placement = adapters_of(of, arena_of(of))
+    adapters, placer = adapters_of(of, arena_of(of))
     stored = kind if kind.isupper() else "F32"
     file = random_adapter(of, tmp_path / "a", ranks=dict.fromkeys(modules, rank), seed=rank, dtype=stored, layers=[3])
     packed = open_packed(file)
     if stored != kind:
         packed = quantize(packed, kind).adapter
     granted = -(-factor_bytes(packed) // adapters.usable_chunk_bytes) + 1
-    assert len(placement._image(adapters._modules(packed, file)).chunks) <= granted
+    assert len(placer._image(adapters._modules(packed, file)).chunks) <= granted
 
 
 def test_only_the_first_of_the_granted_chunks_are_written(tmp_path: Path) -> None:
@@ -105,18 +105,18 @@ def test_chunks_smaller_than_a_tile_are_of_no_use() -> None:
 def test_a_released_slot_keeps_no_entry_and_the_other_keeps_its_own(tmp_path: Path) -> None:
     of = config(128, 160)
     arena = arena_of(of)
-    adapters, placement = adapters_of(of, arena)
+    adapters, placer = adapters_of(of, arena)
     file = random_adapter(of, tmp_path / "a", ranks={"mlp.up_proj": 17, "self_attn.v_proj": 3}, seed=1)
     first, second = adapters.load(0, file, range(30)), adapters.load(1, file, range(30, 60))
     assert isinstance(first, TableAdapter)
     assert isinstance(second, TableAdapter)
     assert (first.slot, second.slot) == (0, 1)
-    stride, entries = placement.table.stride, placement.table.entries
+    stride, entries = placer.table.stride, placer.table.entries
     kept = entries[:, stride:].clone()
     assert entries[:, :stride].any()
     adapters.release(0)
     assert not entries[:, :stride].any()
-    assert not placement.table.summary[0].any()
+    assert not placer.table.summary[0].any()
     assert torch.equal(entries[:, stride:], kept)
     with pytest.raises(ValueError, match="in use"):
         adapters.load(1, file, range(30))

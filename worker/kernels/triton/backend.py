@@ -67,12 +67,12 @@ class TritonKernels:
             table=None,
         )
 
-    def placement(self, sites: Sequence[SiteShape], *, num_slots: int) -> TablePlacer:
+    def placer(self, sites: Sequence[SiteShape], *, num_slots: int) -> TablePlacer:
         """See DeviceKernels."""
-        placement = TablePlacer(self._arena, sites, num_slots=num_slots)
-        lora = LoraConfig(placement.geometry, self._model.platform, FORMATS)
-        self._model = replace(self._model, lora=lora, table=placement.table)
-        return placement
+        placer = TablePlacer(self._arena, sites, num_slots=num_slots)
+        lora = LoraConfig(placer.geometry, self._model.platform, FORMATS)
+        self._model = replace(self._model, lora=lora, table=placer.table)
+        return placer
 
     def step(self, batch: Batch) -> TritonStep:
         """See Kernels."""

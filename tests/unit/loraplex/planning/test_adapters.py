@@ -68,8 +68,8 @@ def load(adapter: PackedAdapter, shape: ModelShape, layout: Layout, file: Path, 
     attention = AttentionShape(shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_dim)
     base = BaseShape(BASE, shape.num_layers, shape.module_shapes())
     arena = Arena(attention, num_chunks=num_chunks, dtype=torch.bfloat16, device=torch.device("cpu"))
-    placement = TablePlacer(arena, base.sites(), num_slots=1) if layout == "table" else None
-    adapters = DeviceAdapters(base, arena, num_slots=1, placement=placement)
+    placer = TablePlacer(arena, base.sites(), num_slots=1) if layout == "table" else None
+    adapters = DeviceAdapters(base, arena, num_slots=1, placer=placer)
     config = EngineConfig(
         vocab_size=1,
         eos_token_ids=frozenset(),

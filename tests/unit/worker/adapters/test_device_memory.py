@@ -127,8 +127,8 @@ def load(adapter: PackedAdapter, kv: torch.dtype, file: Path, *, gpu: bool) -> T
     )
     granted = config.chunks_for_adapter(packed_bytes)
     arena = Arena(ATTENTION, num_chunks=granted, dtype=kv, device=torch.device("cpu"))
-    placement = TablePlacer(arena, base.sites(), num_slots=1) if gpu else None
-    placed = DeviceAdapters(base, arena, num_slots=1, placement=placement).load(0, file, range(granted))
+    placer = TablePlacer(arena, base.sites(), num_slots=1) if gpu else None
+    placed = DeviceAdapters(base, arena, num_slots=1, placer=placer).load(0, file, range(granted))
     return Taken(packed_bytes, chunk_bytes, placed.chunks_used, placed.device_bytes)
 
 
