@@ -231,6 +231,8 @@ async def _measure(args: argparse.Namespace, base: Base, scratch: Path) -> list[
     with small_disk(scratch / "cache") as small:
         async with _bench(args, base, scratch, scratch / "cache") as bench:
             for index, case in enumerate(CASES):
+                if case not in args.cases:
+                    continue
                 first = _STREAMS + index * _POISONED
                 adapters = bench.served.adapters[first : first + _POISONED]
                 if case == FULL_DISK and not small:
@@ -245,6 +247,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--base", help="base model folder or hub id; default: the demo base")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--turns", type=int, default=4, help="turns of each side")
     parser.add_argument("--rate", type=float, default=4.0, help="requests a second for adapters that cannot be had")
     parser.add_argument("--seed", type=int, default=1, help="prompts are made from it; use a fresh one per run")
