@@ -36,8 +36,12 @@ async def test_pins_reach_real_workers_and_are_told_again_after_an_engine_died(f
         psutil.wait_procs([engine], timeout=5)
         await workers_where(client, lambda all_: all_[name].epoch != found[name].epoch and on_both(all_), 60)
         assert (await ask(client, "kept")).facts.tier_hit == "device"
-        await client.add_adapter("kept", long_adapter(12))
-        await workers_where(client, on_both, 30)
+        newer = (await client.add_adapter("kept", long_adapter(12))).adapter.current.artifact_digest
+
+        def has_newer(worker: Worker) -> bool:
+            return any(e.artifact_digest == newer and e.pinned and e.tier == "device" for e in worker.adapters)
+
+        await workers_where(client, lambda all_: all(map(has_newer, all_.values())), 30)
         await client.pin_adapter("kept", 0)
         await workers_where(
             client, lambda all_: not any(entry.pinned for worker in all_.values() for entry in worker.adapters), 30
