@@ -165,3 +165,12 @@ def count_errors(what: str, seen: Sequence[Seen]) -> int:
     if errors:
         print(f"{what}: {errors[:3]}", file=sys.stderr)
     return len(errors)
+
+
+async def wait(event: asyncio.Event, seconds: float) -> None:
+    """Wait so long, or until the event."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return

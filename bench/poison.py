@@ -28,7 +28,7 @@ from typing import Final
 
 from bench.cluster import Served, serving
 from bench.faulty_source import Fault, FaultySource
-from bench.load import Seeds, Work, count_errors, run
+from bench.load import Seeds, Work, count_errors, run, wait
 from bench.make_adapters import MODULES, linear_shapes, write_adapter
 from bench.record import record
 from common.disk import is_full
@@ -94,7 +94,7 @@ class Bench:
             while not ends.is_set():
                 group.create_task(self.ask(adapters[count % len(adapters)]))
                 count += 1
-                await _wait(ends, 1 / rate)
+                await wait(ends, 1 / rate)
 
     async def ask(self, adapter: str) -> bool:
         """Ask for one token; returns whether it came."""
@@ -195,14 +195,6 @@ def small_disk(folder: Path) -> Iterator[bool]:
     finally:
         if mounted:
             subprocess.run([shutil.which("umount") or "/bin/umount", str(folder)], check=True)
-
-
-async def _wait(event: asyncio.Event, seconds: float) -> None:
-    try:
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    except TimeoutError:
-        return
 
 
 @asynccontextmanager

@@ -25,7 +25,7 @@ from typing import Final
 from grpc import aio
 
 from bench.cluster import Served, resolved, serving
-from bench.load import Seeds, Seen, Work, count_errors, run
+from bench.load import Seeds, Seen, Work, count_errors, run, wait
 from bench.make_adapters import MODULES, linear_shapes, write_adapter
 from bench.popularity import draw
 from bench.record import record
@@ -177,11 +177,7 @@ async def load_steadily(served: Served, adapters: Sequence[str], rate: float, en
         while not ends.is_set():
             group.create_task(load(adapters[count % len(adapters)]))
             count += 1
-            try:
-                async with asyncio.timeout(1 / rate):
-                    await ends.wait()
-            except TimeoutError:
-                continue
+            await wait(ends, 1 / rate)
     return count
 
 

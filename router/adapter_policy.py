@@ -16,7 +16,7 @@ from typing import Final
 
 from router.catalog import Version
 from router.demand import AdapterDemand, AdapterKey
-from router.orders import Kind, Order
+from router.orders import Order, OrderKind
 from router.placement import (
     TIE_RATIO,
     TIE_S,
@@ -172,13 +172,13 @@ class _Room:
             )
             for worker in workers
         }
-        self._taken = {Kind.TO_DEVICE: dict(pinned), Kind.TO_DISK: dict(pinned)}
+        self._taken = {OrderKind.TO_DEVICE: dict(pinned), OrderKind.TO_DISK: dict(pinned)}
 
-    def take(self, kind: Kind, worker: WorkerView, version: Version) -> bool:
+    def take(self, kind: OrderKind, worker: WorkerView, version: Version) -> bool:
         """Speak for an artifact's bytes; tells whether there was room. A tier of unknown size has room."""
         if (residency := worker.adapters.get(version.artifact_digest)) is not None and residency.pinned:
             return True
-        use: TierUse | None = worker.device_tier if kind is Kind.TO_DEVICE else worker.disk_tier
+        use: TierUse | None = worker.device_tier if kind is OrderKind.TO_DEVICE else worker.disk_tier
         taken = self._taken[kind].get(worker.worker_id, 0) + version.artifact_bytes
         if use is not None and taken > _SHARE * use.budget_bytes:
             return False
@@ -191,20 +191,20 @@ def _orders(
 ) -> list[Order]:
     """Return what brings the artifact to its devices, and to the disk of the worker that would be next."""
     replicas = promotion.replicas if promotion is not None else 0
-    places = [(Kind.TO_DEVICE, worker) for worker in at_home[:replicas]]
+    places = [(OrderKind.TO_DEVICE, worker) for worker in at_home[:replicas]]
     if replicas < max_replicas and at_home[replicas:]:
         # Whatever the load: what is fetched ahead must not wander over all disks.
         digest = version.artifact_digest
         next_one = max(
             at_home[replicas:], key=lambda other: (is_warm(other, digest), rendezvous_weight(digest, other.worker_id))
         )
-        places.append((Kind.TO_DISK, next_one))
+        places.append((OrderKind.TO_DISK, next_one))
     orders: list[Order] = []
     for kind, worker in places:
         if not room.take(kind, worker, version):
             continue
         residency = worker.adapters.get(version.artifact_digest)
-        slowest = Tier.DEVICE if kind is Kind.TO_DEVICE else Tier.DISK
+        slowest = Tier.DEVICE if kind is OrderKind.TO_DEVICE else Tier.DISK
         if residency is not None and (residency.tier <= slowest or residency.loading or residency.quarantine_reason):
             continue
         orders.append(Order(kind, worker.address, worker.worker_id, worker.epoch, version.base_digest, version))

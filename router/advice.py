@@ -28,7 +28,7 @@ _MERGE_SHARE: Final = 0.8
 """A worker with such a rate, and such a share of it for one adapter, would serve that adapter better merged."""
 
 
-class Kind(enum.Enum):
+class AdviceKind(enum.Enum):
     """What is advised."""
 
     PROMOTE = "promote"
@@ -43,7 +43,7 @@ class Advice:
     `figures` are what `reason` says in words: names end in what they count, `_per_second`, `_ratio`, `_s`.
     """
 
-    kind: Kind
+    kind: AdviceKind
     tenant: str
     adapter: str
     worker_id: str
@@ -77,7 +77,7 @@ def _promotions(adapters: Iterable[AdapterDemand], pinned: Collection[AdapterKey
             f"{ratio:.0%} of its {demand.rate:.2g} requests per second wait for it to be loaded, {load_s:.2g} s each; "
             f"pin it (loraplex adapter pin {demand.key.name}), or give adapters more room"
         )
-        found.append(Advice(Kind.PROMOTE, demand.key.tenant, demand.key.name, "", figures, reason))
+        found.append(Advice(AdviceKind.PROMOTE, demand.key.tenant, demand.key.name, "", figures, reason))
     return sorted(found, key=lambda advice: -advice.figures["cold_ratio"] * advice.figures["requests_per_second"])
 
 
@@ -113,7 +113,7 @@ def _displacing(demands: Mapping[tuple[str, str], tuple[float, float]]) -> list[
             f"{whose} {of_loads:.0%} of the time that requests wait for adapters, with {of_requests:.0%} of the "
             "requests: they push out what others ask for; bound its requests, or pin what others need"
         )
-        found.append(Advice(Kind.THROTTLE, tenant, name, "", figures, reason))
+        found.append(Advice(AdviceKind.THROTTLE, tenant, name, "", figures, reason))
     return found
 
 
@@ -129,5 +129,5 @@ def _merges(workers: Mapping[str, Mapping[AdapterKey, float]]) -> list[Advice]:
             f"{rate / total:.0%} of the {total:.2g} requests per second that go to {worker_id} are for it; a worker of "
             "its own with the adapter merged into the base would compute them without LoRA"
         )
-        found.append(Advice(Kind.MERGE, key.tenant, key.name, worker_id, figures, reason))
+        found.append(Advice(AdviceKind.MERGE, key.tenant, key.name, worker_id, figures, reason))
     return sorted(found, key=lambda advice: -advice.figures["requests_per_second"])

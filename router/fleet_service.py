@@ -14,8 +14,7 @@ from loraplex.router.v1 import fleet_pb2, fleet_pb2_grpc
 from loraplex.types.v1 import generation_pb2
 from router.access import Access
 from router.adapter_calls import AdapterCalls
-from router.advice import Advice, advise
-from router.advice import Kind as AdviceKind
+from router.advice import Advice, AdviceKind, advise
 from router.catalog import Catalog
 from router.demand import AdapterKey
 from router.evaluation import EVALUATION_TIMEOUT_S, Evaluations

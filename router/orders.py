@@ -16,7 +16,7 @@ AGAIN: Final = Backoff(first_s=1.0, longest_s=60.0)
 _FORGET_S: Final = 600.0
 
 
-class Kind(enum.Enum):
+class OrderKind(enum.Enum):
     """What a worker is told."""
 
     PIN = "pin"
@@ -29,7 +29,7 @@ class Kind(enum.Enum):
 class Order:
     """One thing to tell the worker at `address`; `epoch` is the one it was decided for."""
 
-    kind: Kind
+    kind: OrderKind
     address: str
     worker_id: str
     epoch: str

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from router.catalog import Adapter, Version
-from router.orders import Kind, Order
+from router.orders import Order, OrderKind
 from router.placement import State, Tier, WorkerView, rendezvous_weight
 
 AWAY_S: Final = 30.0
@@ -70,7 +70,7 @@ class PinPlanner:
         chosen = {digest: self._chosen(pin) for digest, pin in pins.items()}
         again_s = self._look_again_s(workers, now_s)
         orders = [
-            _order(Kind.PIN, worker, pin.version)
+            _order(OrderKind.PIN, worker, pin.version)
             for digest, pin in pins.items()
             for worker in reachable
             if worker.worker_id in chosen[digest] and not _is_pinned(worker, digest)
@@ -79,7 +79,7 @@ class PinPlanner:
             self._wrong_s = {}
         else:
             undone, undo_s = self._undo(pins, chosen, reachable, now_s)
-            again_s = _earlier(again_s, undo_s)
+            again_s = earlier(again_s, undo_s)
             orders = undone + orders  # what is let go of may be the room that the others need
             self._pinned |= {digest: pin.version for digest, pin in pins.items()}
             held = {digest for worker in workers for digest in worker.adapters}
@@ -104,9 +104,9 @@ class PinPlanner:
         here = {worker.worker_id for worker in workers if worker.state is State.SERVING}
         for worker_id, (_, since_s) in self._serving_s.items():
             if worker_id not in here:
-                again_s = _earlier(again_s, since_s + AWAY_S + _TICK_S)
+                again_s = earlier(again_s, since_s + AWAY_S + _TICK_S)
         if any(worker.silent and worker.state is State.SERVING for worker in workers):
-            again_s = _earlier(again_s, now_s + _TICK_S)
+            again_s = earlier(again_s, now_s + _TICK_S)
         return again_s
 
     def _chosen(self, pin: Pin) -> frozenset[str]:
@@ -140,15 +140,16 @@ class PinPlanner:
                 seen_unpinned = digest in self._pinned and digest not in pins
                 due_s = since_s if seen_unpinned else since_s + UNDO_AFTER_S
                 if due_s > now_s:
-                    again_s = _earlier(again_s, due_s)
+                    again_s = earlier(again_s, due_s)
                 elif settled.get(digest, True):
                     version = self._pinned.get(digest) or _only_digest(digest, worker.base_digest)
-                    orders.append(_order(Kind.UNPIN, worker, version))
+                    orders.append(_order(OrderKind.UNPIN, worker, version))
         self._wrong_s = wrong_s
         return orders, again_s
 
 
-def _earlier(one_s: float | None, other_s: float | None) -> float | None:
+def earlier(one_s: float | None, other_s: float | None) -> float | None:
+    """Return the earlier of two times; None is never."""
     return min((time_s for time_s in (one_s, other_s) if time_s is not None), default=None)
 
 
@@ -157,7 +158,7 @@ def _only_digest(digest: str, base_digest: str) -> Version:
     return Version(_UNKNOWN, digest, base_digest)
 
 
-def _order(kind: Kind, worker: WorkerView, version: Version) -> Order:
+def _order(kind: OrderKind, worker: WorkerView, version: Version) -> Order:
     return Order(kind, worker.address, worker.worker_id, worker.epoch, worker.base_digest, version)
 
 

@@ -19,8 +19,8 @@ from router.adapter_policy import AdapterPolicy, PolicySettings, Wanted
 from router.catalog import Catalog
 from router.fleet import Fleet
 from router.forward import to_worker_adapter
-from router.orders import Deliveries, Kind, Order
-from router.pins import PinPlanner, desired_pins
+from router.orders import Deliveries, Order, OrderKind
+from router.pins import PinPlanner, desired_pins, earlier
 from router.placement import WorkerView
 from router.traffic import Traffic
 from router.worker_calls import answer_of
@@ -87,13 +87,13 @@ class Steering:
             plan = self._pins.plan(pins, views, now_s, in_step=self._catalog.in_step)
             due, again_s = self._deliveries.begin(plan.orders, now_s)
             orders += due
-            self._pins_again_s = _earliest(plan.again_s, again_s)
+            self._pins_again_s = earlier(plan.again_s, again_s)
         if self._policy is not None and now_s >= self._policy_look_s:
             self._policy_look_s = now_s + _LOOK_EVERY_S
             orders += self._deliveries.begin(self._decided(self._policy, views, now_s), now_s)[0]
         for order in orders:
             tasks.create_task(self._answered(order, self._call(order)))
-        return _earliest(self._pins_again_s, None if self._policy is None else self._policy_look_s)
+        return earlier(self._pins_again_s, None if self._policy is None else self._policy_look_s)
 
     def _decided(self, policy: AdapterPolicy, views: Sequence[WorkerView], now_s: float) -> tuple[Order, ...]:
         """Decide from what was asked for lately; return what to tell workers now."""
@@ -127,20 +127,16 @@ class Steering:
         options: Any = {"timeout": CALL_TIMEOUT_S, "metadata": self._fleet.credentials}
         adapter = to_worker_adapter(order.version)
         match order.kind:
-            case Kind.PIN | Kind.UNPIN:
-                is_pin = order.kind is Kind.PIN
+            case OrderKind.PIN | OrderKind.UNPIN:
+                is_pin = order.kind is OrderKind.PIN
                 request = worker_pb2.PinAdapterRequest(base_digest=order.base_digest, adapter=adapter, pinned=is_pin)
                 return stub.PinAdapter(request, **options)
-            case Kind.TO_DISK | Kind.TO_DEVICE:
-                to_device = order.kind is Kind.TO_DEVICE
+            case OrderKind.TO_DISK | OrderKind.TO_DEVICE:
+                to_device = order.kind is OrderKind.TO_DEVICE
                 prefetch = worker_pb2.PrefetchAdapterRequest(
                     base_digest=order.base_digest, adapter=adapter, to_device=to_device
                 )
                 return stub.PrefetchAdapter(prefetch, **options)
-
-
-def _earliest(one_s: float | None, other_s: float | None) -> float | None:
-    return min((time_s for time_s in (one_s, other_s) if time_s is not None), default=None)
 
 
 async def _any_of(events: tuple[asyncio.Event, ...], timeout_s: float | None) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from router.adapter_policy import AdapterPolicy, PolicyPlan, PolicySettings, Wanted
 from router.catalog import Version
 from router.demand import AdapterDemand, AdapterKey
-from router.orders import Kind
+from router.orders import OrderKind
 from router.placement import Residency, State, Tier, TierUse, WorkerView, rendezvous_weight
 
 BASE = "b" * 64
@@ -45,14 +45,14 @@ def ranked(tag: str, workers: list[WorkerView]) -> list[str]:
     return sorted((w.worker_id for w in workers), key=lambda name: rendezvous_weight(f"a-{tag}", name), reverse=True)
 
 
-def told(plan: PolicyPlan) -> set[tuple[Kind, str, str]]:
+def told(plan: PolicyPlan) -> set[tuple[OrderKind, str, str]]:
     return {(order.kind, order.worker_id, order.version.artifact_digest) for order in plan.orders}
 
 
 def carried_out(plan: PolicyPlan, workers: list[WorkerView]) -> list[WorkerView]:
     held = {w.worker_id: dict(w.adapters) for w in workers}
     for order in plan.orders:
-        tier = Tier.DEVICE if order.kind is Kind.TO_DEVICE else Tier.DISK
+        tier = Tier.DEVICE if order.kind is OrderKind.TO_DEVICE else Tier.DISK
         held[order.worker_id][order.version.artifact_digest] = Residency(tier)
     return [replace(w, adapters=held[w.worker_id]) for w in workers]
 
@@ -71,7 +71,12 @@ def busy(workers: list[WorkerView], names: set[str], tokens: int = 5000) -> list
 
 @pytest.mark.parametrize(
     ("rate", "kinds"),
-    [(0.29, []), (0.3, [Kind.TO_DISK]), (0.99, [Kind.TO_DISK]), (1.0, [Kind.TO_DEVICE, Kind.TO_DISK])],
+    [
+        (0.29, []),
+        (0.3, [OrderKind.TO_DISK]),
+        (0.99, [OrderKind.TO_DISK]),
+        (1.0, [OrderKind.TO_DEVICE, OrderKind.TO_DISK]),
+    ],
 )
 def test_the_rate_decides_how_near_an_adapter_is_kept_to_where_its_requests_go(rate, kinds):
     workers = fleet()
@@ -79,7 +84,7 @@ def test_the_rate_decides_how_near_an_adapter_is_kept_to_where_its_requests_go(r
     assert [(order.kind, order.worker_id) for order in plan.orders] == list(
         zip(kinds, ranked("x", workers), strict=False)
     )
-    assert plan.replicas == ({"a-x": 1} if Kind.TO_DEVICE in kinds else {})
+    assert plan.replicas == ({"a-x": 1} if OrderKind.TO_DEVICE in kinds else {})
 
 
 @pytest.mark.parametrize(
@@ -98,10 +103,10 @@ def test_what_is_there_or_on_its_way_or_cannot_come_is_not_told_again(residency)
 def test_nothing_is_fetched_to_dedicated_workers_nor_for_requests_that_go_there():
     workers = [*(worker(f"d{i}", dedicated_artifact_digest="a-own") for i in range(4)), worker("w1")]
     plan = AdapterPolicy(SETTINGS).plan([wanted("own"), wanted("x")], workers, 0.0)
-    assert told(plan) == {(Kind.TO_DEVICE, "w1", "a-x")}
+    assert told(plan) == {(OrderKind.TO_DEVICE, "w1", "a-x")}
     gone = [replace(w, state=State.UNREACHABLE) if w.dedicated_artifact_digest else w for w in workers]
     plan = AdapterPolicy(SETTINGS).plan([wanted("own")], gone, 0.0)
-    assert told(plan) == {(Kind.TO_DEVICE, "w1", "a-own")}
+    assert told(plan) == {(OrderKind.TO_DEVICE, "w1", "a-own")}
 
 
 def test_a_hot_adapter_stays_where_it_is_already_whatever_the_hashes_say():
@@ -109,20 +114,20 @@ def test_a_hot_adapter_stays_where_it_is_already_whatever_the_hashes_say():
     last = ranked("x", workers)[-1]
     workers = [replace(w, adapters={"a-x": Residency(Tier.DEVICE)}) if w.worker_id == last else w for w in workers]
     plan = AdapterPolicy(SETTINGS).plan([wanted()], workers, 0.0)
-    assert told(plan) == {(Kind.TO_DISK, ranked("x", workers)[0], "a-x")}
+    assert told(plan) == {(OrderKind.TO_DISK, ranked("x", workers)[0], "a-x")}
 
 
 def test_a_new_version_of_a_hot_adapter_is_fetched_before_its_requests_come():
     policy, workers = AdapterPolicy(SETTINGS), fleet(1)
     workers = carried_out(policy.plan([wanted("x-1")], workers, 0.0), workers)
-    assert told(policy.plan([wanted("x-2")], workers, 1.0)) == {(Kind.TO_DEVICE, "w0", "a-x-2")}
+    assert told(policy.plan([wanted("x-2")], workers, 1.0)) == {(OrderKind.TO_DEVICE, "w0", "a-x-2")}
 
 
 def test_a_restarted_worker_gets_its_hot_adapter_back():
     policy, workers = AdapterPolicy(SETTINGS), fleet(1)
     policy.plan([wanted()], carried_out(policy.plan([wanted()], workers, 0.0), workers), 1.0)
     (order,) = policy.plan([wanted()], [worker("w0", epoch="e2")], 2.0).orders
-    assert (order.kind, order.epoch) == (Kind.TO_DEVICE, "e2")
+    assert (order.kind, order.epoch) == (OrderKind.TO_DEVICE, "e2")
 
 
 def test_between_the_thresholds_an_adapter_stays_as_it_is():
@@ -153,7 +158,7 @@ def test_a_replica_is_added_where_waiting_costs_more_than_loading_elsewhere_for_
     plan = policy.plan([wanted(rate=5.0)], pressed, 12.0)
     assert plan.replicas == {"a-x": 2}
     plan = policy.plan([wanted(rate=5.0)], pressed, 13.0)
-    assert (Kind.TO_DEVICE, second, "a-x") in told(plan)
+    assert (OrderKind.TO_DEVICE, second, "a-x") in told(plan)
 
 
 def test_a_moment_of_waiting_adds_nothing():
@@ -173,7 +178,7 @@ def test_a_replica_goes_to_no_worker_that_is_as_busy():
     for now_s in (10.0, 12.0):
         policy.plan([wanted(rate=5.0)], pressed, now_s)
     device = {
-        where for kind, where, _ in told(policy.plan([wanted(rate=5.0)], pressed, 13.0)) if kind is Kind.TO_DEVICE
+        where for kind, where, _ in told(policy.plan([wanted(rate=5.0)], pressed, 13.0)) if kind is OrderKind.TO_DEVICE
     }
     assert device == {third}
 
@@ -212,11 +217,11 @@ def test_only_what_fits_most_of_a_tier_is_fetched_ahead_and_the_most_asked_for_f
     only = worker("w1", device_tier=use, disk_tier=TierUse(0, 100, 0))
     many = [wanted(f"x{i}", rate=9.0 - i / 10, artifact_bytes=3_000_000) for i in range(5)]
     plan = AdapterPolicy(SETTINGS).plan(many, [only], 0.0)
-    assert told(plan) == {(Kind.TO_DEVICE, "w1", "a-x0"), (Kind.TO_DEVICE, "w1", "a-x1")}
+    assert told(plan) == {(OrderKind.TO_DEVICE, "w1", "a-x0"), (OrderKind.TO_DEVICE, "w1", "a-x1")}
     there = replace(only, adapters={"a-x0": Residency(Tier.DEVICE), "a-x1": Residency(Tier.DEVICE)})
     assert AdapterPolicy(SETTINGS).plan(many, [there], 1.0).orders == ()  # the third would push one of them out
     pinned = replace(only, adapters={"a-p": Residency(Tier.DEVICE, pinned=True, artifact_bytes=4_000_000)})
-    assert told(AdapterPolicy(SETTINGS).plan(many, [pinned], 0.0)) == {(Kind.TO_DEVICE, "w1", "a-x0")}
+    assert told(AdapterPolicy(SETTINGS).plan(many, [pinned], 0.0)) == {(OrderKind.TO_DEVICE, "w1", "a-x0")}
 
 
 rates = st.lists(st.floats(0, 20), min_size=1, max_size=6)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.advice import MAX_PER_KIND, Advice, Kind, advise
+from router.advice import MAX_PER_KIND, Advice, AdviceKind, advise
 from router.demand import AdapterDemand, AdapterKey
 
 
@@ -12,7 +12,7 @@ def demand(name: str, rate: float, cold_rate: float = 0.0, load_share: float = 0
     return AdapterDemand(AdapterKey(tenant, name), rate, 100.0, cold_rate, load_share)
 
 
-def told(*demands: AdapterDemand, pinned: tuple[str, ...] = ()) -> list[tuple[Kind, str, str]]:
+def told(*demands: AdapterDemand, pinned: tuple[str, ...] = ()) -> list[tuple[AdviceKind, str, str]]:
     found = advise(demands, {}, {AdapterKey("t", name) for name in pinned}, 0.1)
     return [(advice.kind, advice.tenant, advice.adapter) for advice in found]
 
@@ -28,7 +28,9 @@ def told(*demands: AdapterDemand, pinned: tuple[str, ...] = ()) -> list[tuple[Ki
     ],
 )
 def test_a_busy_adapter_whose_requests_wait_for_it_should_be_kept(rate, cold_rate, pinned, advised):
-    assert told(demand("x", rate, cold_rate, 0.01), pinned=pinned) == ([(Kind.PROMOTE, "t", "x")] if advised else [])
+    assert told(demand("x", rate, cold_rate, 0.01), pinned=pinned) == (
+        [(AdviceKind.PROMOTE, "t", "x")] if advised else []
+    )
 
 
 def test_advice_to_keep_an_adapter_says_how_often_and_how_long_it_is_waited_for():
@@ -41,7 +43,7 @@ def test_advice_to_keep_an_adapter_says_how_often_and_how_long_it_is_waited_for(
 
 
 def throttled(*demands: AdapterDemand) -> list[tuple[str, str]]:
-    return [(tenant, name) for kind, tenant, name in told(*demands) if kind is Kind.THROTTLE]
+    return [(tenant, name) for kind, tenant, name in told(*demands) if kind is AdviceKind.THROTTLE]
 
 
 def test_an_adapter_that_makes_most_of_the_waiting_with_few_requests_should_be_bounded():
@@ -79,7 +81,7 @@ def test_a_tenant_of_many_cold_adapters_should_be_bounded_though_no_single_one_s
 def test_an_adapter_that_makes_most_of_a_workers_requests_should_be_merged(rates, advised):
     workers = {"w1": {AdapterKey("t", name): rate for name, rate in rates.items()}}
     found = advise([], workers, (), 0.1)
-    assert [(a.kind, a.adapter, a.worker_id) for a in found] == ([(Kind.MERGE, "x", "w1")] if advised else [])
+    assert [(a.kind, a.adapter, a.worker_id) for a in found] == ([(AdviceKind.MERGE, "x", "w1")] if advised else [])
 
 
 def test_advice_is_bounded_and_the_most_pressing_comes_first():

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from router.catalog import Version
-from router.orders import Deliveries, Kind, Order
+from router.orders import Deliveries, Order, OrderKind
 
 
-def order(kind: Kind = Kind.PIN, worker_id: str = "w1", epoch: str = "e1", digest: str = "a") -> Order:
+def order(kind: OrderKind = OrderKind.PIN, worker_id: str = "w1", epoch: str = "e1", digest: str = "a") -> Order:
     return Order(kind, f"{worker_id}:1", worker_id, epoch, "base", Version("v", digest, "base"))
 
 
@@ -36,7 +36,7 @@ def test_other_words_another_worker_and_another_epoch_need_not_wait():
     deliveries = Deliveries()
     deliveries.begin([order()], 0.0)
     deliveries.end(order(), 0.0)
-    others = [order(Kind.UNPIN), order(worker_id="w2"), order(epoch="e2"), order(digest="b")]
+    others = [order(OrderKind.UNPIN), order(worker_id="w2"), order(epoch="e2"), order(digest="b")]
     assert deliveries.begin([order(), *others], 0.5) == (others, 1.0)
 
 

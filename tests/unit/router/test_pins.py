@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from loraplex.pins import PIN_ON_ALL
 from router.catalog import Adapter, Version
-from router.orders import Deliveries, Kind, Order
+from router.orders import Deliveries, Order, OrderKind
 from router.pins import AWAY_S, UNDO_AFTER_S, Pin, PinPlanner, desired_pins
 from router.placement import Residency, State, Tier, WorkerView, rendezvous_weight
 
@@ -35,7 +35,7 @@ def fleet(count: int, **fields: object) -> list[WorkerView]:
     return [worker(f"w{i}", **fields) for i in range(count)]
 
 
-def told(orders: tuple[Order, ...]) -> list[tuple[Kind, str, str]]:
+def told(orders: tuple[Order, ...]) -> list[tuple[OrderKind, str, str]]:
     return [(order.kind, order.worker_id, order.version.artifact_digest) for order in orders]
 
 
@@ -49,7 +49,7 @@ def carried_out(orders: tuple[Order, ...], workers: list[WorkerView]) -> list[Wo
     done = {w.worker_id: dict(w.adapters) for w in workers}
     for order in orders:
         digest = order.version.artifact_digest
-        done[order.worker_id][digest] = replace(PINNED, pinned=order.kind is Kind.PIN)
+        done[order.worker_id][digest] = replace(PINNED, pinned=order.kind is OrderKind.PIN)
     return [replace(w, adapters=done[w.worker_id]) for w in workers]
 
 
@@ -65,7 +65,7 @@ def test_the_catalogs_pins_are_of_current_versions_and_the_larger_of_two_names()
 def test_a_pin_goes_to_so_many_workers_or_to_all_there_are(replicas, count):
     workers = fleet(4)
     plan = PinPlanner().plan(pins("x", replicas=replicas), workers, 0.0, in_step=True)
-    assert sorted(told(plan.orders)) == sorted((Kind.PIN, name, "a-x") for name in first_of("x", workers)[:count])
+    assert sorted(told(plan.orders)) == sorted((OrderKind.PIN, name, "a-x") for name in first_of("x", workers)[:count])
 
 
 @pytest.mark.parametrize("state", [state for state in State if state is not State.SERVING])
@@ -79,7 +79,7 @@ def test_dedicated_workers_keep_no_pins_and_take_nobodys_place():
     planner = PinPlanner()
     for now_s in (0.0, UNDO_AFTER_S + 1):
         plan = planner.plan(pins("x", replicas=2), [*dedicated, worker("w1")], now_s, in_step=True)
-        assert told(plan.orders) == [(Kind.PIN, "w1", "a-x")]
+        assert told(plan.orders) == [(OrderKind.PIN, "w1", "a-x")]
 
 
 def test_what_is_pinned_already_is_not_told_and_a_new_epoch_is_told_anew():
@@ -87,7 +87,7 @@ def test_what_is_pinned_already_is_not_told_and_a_new_epoch_is_told_anew():
     assert planner.plan(pins("x"), [worker("w1", "x")], 0.0, in_step=True).orders == ()
     restarted = worker("w1", epoch="e2")
     (order,) = planner.plan(pins("x"), [restarted], 1.0, in_step=True).orders
-    assert (order.kind, order.epoch) == (Kind.PIN, "e2")
+    assert (order.kind, order.epoch) == (OrderKind.PIN, "e2")
 
 
 def test_a_worker_that_is_away_keeps_its_place_for_a_while():
@@ -100,7 +100,7 @@ def test_a_worker_that_is_away_keeps_its_place_for_a_while():
     assert plan.orders == ()
     assert plan.again_s is not None
     plan = planner.plan(pins("x"), away, plan.again_s, in_step=True)
-    assert told(plan.orders) == [(Kind.PIN, second, "a-x")]
+    assert told(plan.orders) == [(OrderKind.PIN, second, "a-x")]
 
 
 def test_a_worker_that_drains_loses_its_place_at_once():
@@ -109,14 +109,14 @@ def test_a_worker_that_drains_loses_its_place_at_once():
     planner = PinPlanner()
     planner.plan(pins("x"), workers, 0.0, in_step=True)
     draining = [replace(w, state=State.DRAINING) if w.worker_id == first else w for w in workers]
-    assert told(planner.plan(pins("x"), draining, 0.1, in_step=True).orders) == [(Kind.PIN, second, "a-x")]
+    assert told(planner.plan(pins("x"), draining, 0.1, in_step=True).orders) == [(OrderKind.PIN, second, "a-x")]
 
 
 def test_a_pin_this_router_saw_end_is_undone_at_once_before_others_are_made():
     planner = PinPlanner()
     planner.plan(pins("old"), [worker("w1", "old")], 0.0, in_step=True)
     plan = planner.plan(pins("new"), [worker("w1", "old")], 0.1, in_step=True)
-    assert told(plan.orders) == [(Kind.UNPIN, "w1", "a-old"), (Kind.PIN, "w1", "a-new")]
+    assert told(plan.orders) == [(OrderKind.UNPIN, "w1", "a-old"), (OrderKind.PIN, "w1", "a-new")]
     assert plan.orders[0].version == version("old")
 
 
@@ -130,16 +130,18 @@ def test_a_pin_of_somebody_else_is_undone_when_it_was_wrong_for_a_while():
     assert plan.orders == ()
     other = PinPlanner()
     other.plan({}, workers, 5.0, in_step=True)
-    assert told(other.plan({}, workers, 5.0 + UNDO_AFTER_S, in_step=True).orders) == [(Kind.UNPIN, "w1", "a-theirs")]
+    assert told(other.plan({}, workers, 5.0 + UNDO_AFTER_S, in_step=True).orders) == [
+        (OrderKind.UNPIN, "w1", "a-theirs")
+    ]
 
 
 def test_without_the_registry_pins_are_made_and_none_is_undone():
     planner = PinPlanner()
     workers = [worker("w1", "gone")]
-    assert told(planner.plan(pins("x"), workers, 0.0, in_step=True).orders) == [(Kind.PIN, "w1", "a-x")]
-    assert told(planner.plan(pins("x"), workers, 1000.0, in_step=False).orders) == [(Kind.PIN, "w1", "a-x")]
+    assert told(planner.plan(pins("x"), workers, 0.0, in_step=True).orders) == [(OrderKind.PIN, "w1", "a-x")]
+    assert told(planner.plan(pins("x"), workers, 1000.0, in_step=False).orders) == [(OrderKind.PIN, "w1", "a-x")]
     plan = planner.plan(pins("x"), workers, 1001.0, in_step=True)  # the while begins when the registry is back
-    assert (told(plan.orders), plan.again_s) == ([(Kind.PIN, "w1", "a-x")], 1001.0 + UNDO_AFTER_S)
+    assert (told(plan.orders), plan.again_s) == ([(OrderKind.PIN, "w1", "a-x")], 1001.0 + UNDO_AFTER_S)
 
 
 def test_one_worker_too_many_keeps_a_pin_until_those_that_shall_have_it_on_their_device():
@@ -148,11 +150,13 @@ def test_one_worker_too_many_keeps_a_pin_until_those_that_shall_have_it_on_their
     first, second = worker(names[0]), worker(names[1], "x")
     planner.plan(pins("x"), [first, second], 0.0, in_step=True)
     plan = planner.plan(pins("x"), [first, second], 100.0, in_step=True)
-    assert told(plan.orders) == [(Kind.PIN, names[0], "a-x")]
+    assert told(plan.orders) == [(OrderKind.PIN, names[0], "a-x")]
     loading = replace(first, adapters={"a-x": Residency(Tier.DISK, pinned=True, loading=True)})
     assert planner.plan(pins("x"), [loading, second], 101.0, in_step=True).orders == ()
     there = worker(names[0], "x")
-    assert told(planner.plan(pins("x"), [there, second], 102.0, in_step=True).orders) == [(Kind.UNPIN, names[1], "a-x")]
+    assert told(planner.plan(pins("x"), [there, second], 102.0, in_step=True).orders) == [
+        (OrderKind.UNPIN, names[1], "a-x")
+    ]
 
 
 def test_routers_that_see_different_workers_do_not_fight():
