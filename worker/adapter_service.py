@@ -80,8 +80,9 @@ class AdapterService(WorkerServiceServicer, ABC):
         check_digest("artifact_digest", request.artifact_digest)
         if self._dedication is not None:
             self._dedication.check_unload(request.artifact_digest)
+        remaining_s = _remaining(context)
         work = self._steering.unload(request.artifact_digest, from_disk=request.from_disk)
-        tier = await _in_time(work, _remaining(context))
+        tier = await _in_time(work, remaining_s)
         return UnloadAdapterResponse() if tier is None else UnloadAdapterResponse(tier=TIERS[tier])
 
     async def PinAdapter(  # noqa: N802 - gRPC's name
@@ -91,12 +92,13 @@ class AdapterService(WorkerServiceServicer, ABC):
         adapter = self._checked(request)
         if self._dedication is not None:
             return PinAdapterResponse(tier=TIERS[Tier.DEVICE])
+        remaining_s = _remaining(context)
         work: Awaitable[Tier | None]
         if request.pinned:
             work = self._steering.pin(adapter, request.adapter.artifact_bytes)
         else:
             work = self._steering.unpin(adapter.artifact_digest)
-        tier = await _in_time(work, _remaining(context))
+        tier = await _in_time(work, remaining_s)
         return PinAdapterResponse(tier=TIERS[tier or Tier.SOURCE])
 
     def _checked(self, request: LoadAdapterRequest | PrefetchAdapterRequest | PinAdapterRequest) -> CheckedAdapter:

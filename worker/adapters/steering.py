@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextvars import Context
-from typing import Any, Final, Protocol, Self
+from typing import Final, Protocol, Self
 
 import structlog
 
@@ -72,6 +72,7 @@ class Steering:
         self._pins: dict[str, asyncio.Task[None]] = {}  # each brings its adapter here and then holds its file
         self._pin_turn = asyncio.Lock()
         self._prefetches: dict[str, asyncio.Task[None]] = {}
+        self._to_device: set[str] = set()  # of those that are prefetched
         self._tasks: asyncio.TaskGroup | None = None
 
     async def __aenter__(self) -> Self:
@@ -139,7 +140,12 @@ class Steering:
         digest = adapter.artifact_digest
         tier = self._where(digest) or Tier.SOURCE
         there = (Tier.DEVICE,) if to_device else (Tier.DEVICE, Tier.HOST, Tier.DISK)
-        if tier in there or digest in self._prefetches:
+        if tier in there:
+            return tier
+        under_way = self._prefetches.get(digest)
+        if under_way is not None and not under_way.done():
+            if to_device:
+                self._to_device.add(digest)
             return tier
         if len(self._prefetches) >= MAX_PREFETCHES:
             raise QueueFull(
@@ -147,8 +153,10 @@ class Steering:
                 retry_after_s=_RETRY_AFTER_S,
                 limit=MAX_PREFETCHES,
             )
-        task = self._prefetches[digest] = self._start(self._prefetch(adapter, to_device=to_device))
-        task.add_done_callback(lambda _: self._prefetches.pop(digest, None))
+        if to_device:
+            self._to_device.add(digest)
+        task = self._prefetches[digest] = self._start(lambda: self._prefetch(adapter))
+        task.add_done_callback(lambda _: self._prefetch_ended(digest, task))
         return tier
 
     async def unload(self, artifact_digest: str, *, from_disk: bool) -> Tier | None:
@@ -182,7 +190,7 @@ class Steering:
             if digest not in self._pins:
                 size_bytes = self._store.size_bytes(digest) or max(1, artifact_bytes)
                 await self._reserve(digest, size_bytes, self._store.outside(digest))
-                self._pins[digest] = self._start(self._keep(adapter))
+                self._pins[digest] = self._start(lambda: self._keep(adapter))
                 self._on_change(digest)
         return self._where(digest) or Tier.SOURCE
 
@@ -242,16 +250,21 @@ class Steering:
 
     def load_failed(self, artifact_digest: str, error: LoraplexError) -> None:
         """Note that the engine could not load an adapter; what that means takes a while to find out."""
-        self._start(self._access.load_failed(artifact_digest, error))
+        self._start(lambda: self._access.load_failed(artifact_digest, error))
 
     async def _bring(self, file: AdapterFile, urgency: Urgency) -> None:
         await carry_out(self._engine, lambda order_id: Load(order_id, file, urgency))
 
-    async def _prefetch(self, adapter: CheckedAdapter, *, to_device: bool) -> None:
+    def _prefetch_ended(self, artifact_digest: str, task: asyncio.Task[None]) -> None:
+        if self._prefetches.get(artifact_digest) is task:
+            del self._prefetches[artifact_digest]
+            self._to_device.discard(artifact_digest)
+
+    async def _prefetch(self, adapter: CheckedAdapter) -> None:
         try:
             lease = await self._access.acquire(adapter, None)
             try:
-                if to_device:
+                if adapter.artifact_digest in self._to_device:
                     await self._bring(lease.file, Urgency.AHEAD)
             finally:
                 lease.release()
@@ -298,16 +311,15 @@ class Steering:
         self._pins.pop(artifact_digest).cancel()
         self._on_change(artifact_digest)
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _start(self, begin: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
         if self._tasks is None:
-            work.close()
             raise RuntimeError("adapters are steered outside of `async with`")
-        return self._tasks.create_task(_guarded(work), context=Context())  # not of the call that began it
+        return self._tasks.create_task(_guarded(begin), context=Context())  # not of the call that began it
 
 
-async def _guarded(work: Coroutine[Any, Any, None]) -> None:
-    """Do background work whose failure is nobody's end."""
+async def _guarded(begin: Callable[[], Awaitable[None]]) -> None:
+    """Do background work whose failure is nobody's end; it may be ended before it has begun."""
     try:
-        await work
+        await begin()
     except Exception:
         log.exception("adapter.steering_broke")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 
@@ -30,6 +31,7 @@ from loraplex.worker.v1.worker_pb2 import (
 )
 from tests.worker_front import running_front, serving_artifacts
 from tests.worker_steering import DEVICE, DISK, NOWHERE, SOURCE, Steer, is_at, resolved
+from worker.requests import CheckedAdapter
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -72,6 +74,26 @@ async def test_a_prefetch_is_answered_at_once_and_comes_as_far_as_asked(front, s
     assert await steer.prefetch(to_disk, to_device=True) == DISK
     await front.status_where(is_at(to_disk, DEVICE))
     assert artifacts.opened.total() == 2
+
+
+async def test_a_prefetch_under_way_to_the_disk_goes_on_to_the_device_when_that_is_asked(front, steer, artifacts):
+    digest = artifacts.add(b"first the disk, then the device")
+    artifacts.gate = asyncio.Event()
+    assert await steer.prefetch(digest) == SOURCE
+    assert await steer.prefetch(digest, to_device=True) == SOURCE
+    artifacts.gate.set()
+    await front.status_where(is_at(digest, DEVICE))
+    assert artifacts.opened[digest] == 1
+
+
+async def test_a_prefetch_that_ends_before_it_began_is_no_fault(front, artifacts):
+    steering, digest = front.app._steering, artifacts.add(b"never begun")
+    steering.prefetch(CheckedAdapter("ab" * 32, digest), to_device=True)
+    steering._prefetches[digest].cancel()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    gc.collect()  # what was never awaited would warn now
+    assert (steering._prefetches, steering._to_device, artifacts.opened[digest]) == ({}, set(), 0)
 
 
 async def test_a_prefetch_that_fails_disturbs_nobody(front, steer, artifacts):
