@@ -56,7 +56,10 @@ class AdapterCalls:
     async def unload(
         self, request: fleet_pb2.UnloadAdapterRequest, snapshot: CatalogSnapshot, timeout_s: float | None
     ) -> list[fleet_pb2.AdapterOutcome]:
-        """Have workers let go of an adapter; all that hold it, unless one is named. Raises as `prefetch` does."""
+        """Have workers let go of an adapter; all that hold it, unless one is named. Raises as `prefetch` does.
+
+        All of its base are asked, since what a worker has just loaded may not have been told yet.
+        """
         version = _version(snapshot, request.name)
         views = self._fleet.views()
         if request.worker_id:
@@ -66,11 +69,12 @@ class AdapterCalls:
                 view
                 for view in views
                 if view.state is not State.UNREACHABLE
-                and version.artifact_digest in view.adapters
+                and view.base_digest == version.base_digest
                 and not view.dedicated_artifact_digest
             ]
         wanted = worker_pb2.UnloadAdapterRequest(artifact_digest=version.artifact_digest, from_disk=request.from_disk)
-        return await self._ask_all(workers, lambda stub, options: stub.UnloadAdapter(wanted, **options), timeout_s)
+        outcomes = await self._ask_all(workers, lambda stub, options: stub.UnloadAdapter(wanted, **options), timeout_s)
+        return [outcome for outcome in outcomes if request.worker_id or outcome.tier or outcome.error_reason]
 
     def _for_requests(self, version: Version, worker_id: str, num_workers: int) -> Sequence[WorkerView]:
         views = self._fleet.views()
