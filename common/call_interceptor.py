@@ -17,6 +17,7 @@ import prometheus_client
 from grpc import aio
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 
+from common import deadline
 from common.activity import Activity
 
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -134,5 +135,4 @@ def _code_of(context: Any) -> grpc.StatusCode:
         return code
     if context.done():
         return grpc.StatusCode.OK
-    left_s = context.time_remaining()
-    return grpc.StatusCode.DEADLINE_EXCEEDED if left_s is not None and left_s <= 0 else grpc.StatusCode.CANCELLED
+    return grpc.StatusCode.DEADLINE_EXCEEDED if deadline.is_past(context) else grpc.StatusCode.CANCELLED

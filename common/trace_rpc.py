@@ -15,12 +15,10 @@ import grpc
 from grpc import aio
 from opentelemetry.trace import Span
 
-from common import tracing
+from common import deadline, tracing
 from loraplex.errors import DeadlineExceeded, LoraplexError
 
 STATUS_KEY: Final = "rpc.response.status_code"
-_LATE_S: Final = 0.05
-"""A cancellation with so little left is the deadline: the client's clock has rung a moment before ours."""
 
 
 def is_traced(method: str) -> bool:
@@ -46,7 +44,7 @@ class _Call:
         if not self._open:
             return
         self._open = False
-        if isinstance(error, asyncio.CancelledError | GeneratorExit) and self._is_late():
+        if isinstance(error, asyncio.CancelledError | GeneratorExit) and deadline.is_past(self._context):
             error = DeadlineExceeded("the deadline passed")  # gRPC cancels the handler then
         if error is None:
             code = grpc.StatusCode.OK
@@ -58,10 +56,6 @@ class _Call:
             tracing.mark(self._span, error)
         self._span.set_attribute(STATUS_KEY, code.name)
         self._span.end()
-
-    def _is_late(self) -> bool:
-        remaining_s = self._context.time_remaining()
-        return remaining_s is not None and remaining_s <= _LATE_S
 
     def _done(self, _: object) -> None:
         self.end(asyncio.CancelledError())  # a handler that came to its end has said so before
