@@ -152,6 +152,11 @@ class AdminSettings(ServiceSettings):
 S = TypeVar("S", bound=ServiceSettings)
 
 
+def split_list(text: str) -> list[str]:
+    """Return the entries of a setting that lists them with commas between; those without a word are none."""
+    return [entry for entry in (part.strip() for part in text.split(",")) if entry]
+
+
 def is_loopback(host: str) -> bool:
     """Tell whether only this machine can reach `host` (a name or an IP address)."""
     if host == "localhost":

@@ -203,6 +203,7 @@ class Worker:
     """A worker as the router sees it. `state` is starting, serving, not-serving, draining or unreachable.
 
     `device`, `dtype` (of weights and KV cache) and `base_quantization` (none or int8) are empty where it has not said.
+    `dedicated_artifact_digest` is of the one adapter that it serves, merged into the base; empty where it serves any.
     """
 
     worker_id: str
@@ -226,6 +227,7 @@ class Worker:
     device_tier: TierUse | None = None
     host_tier: TierUse | None = None
     disk_tier: TierUse | None = None
+    dedicated_artifact_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -410,6 +410,7 @@ def worker(message: fleet_pb2.Worker) -> Worker:
         device_tier=_tier_use(message.device_tier) if message.HasField("device_tier") else None,
         host_tier=_tier_use(message.host_tier) if message.HasField("host_tier") else None,
         disk_tier=_tier_use(message.disk_tier) if message.HasField("disk_tier") else None,
+        dedicated_artifact_digest=message.dedicated_artifact_digest,
     )
 
 

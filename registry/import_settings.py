@@ -8,6 +8,7 @@ from typing import Annotated, Final
 
 from pydantic import AfterValidator, BaseModel, Field, SecretStr, field_validator
 
+from common.config import split_list
 from common.secret_settings import Secret
 from registry.service.fetching import FetchLimits
 from registry.sources.places import SCHEMES, SourceRules, check_endpoint
@@ -20,10 +21,6 @@ Endpoint = Annotated[str, AfterValidator(check_endpoint)]
 
 def _from_environment(*names: str) -> str | None:
     return next((value for name in names if (value := os.environ.get(name))), None)
-
-
-def _list(text: str) -> list[str]:
-    return [part for part in (part.strip() for part in text.split(",")) if part]
 
 
 class ImportSettings(BaseModel):
@@ -65,7 +62,7 @@ class ImportSettings(BaseModel):
     @field_validator("import_schemes")
     @classmethod
     def _are_schemes(cls, text: str) -> str:
-        if unknown := [scheme for scheme in _list(text) if scheme not in SCHEMES]:
+        if unknown := [scheme for scheme in split_list(text) if scheme not in SCHEMES]:
             raise ValueError(f"{', '.join(unknown)}: not among {', '.join(SCHEMES)}")
         return text
 
@@ -80,9 +77,9 @@ class ImportSettings(BaseModel):
     def source_rules(self) -> SourceRules:
         """What may be imported."""
         return SourceRules(
-            schemes=frozenset(_list(self.import_schemes)),
+            schemes=frozenset(split_list(self.import_schemes)),
             import_root=self.import_root,
-            private_hosts=frozenset(_list(self.import_private_hosts)),
+            private_hosts=frozenset(split_list(self.import_private_hosts)),
             hub_endpoint=self.hf_endpoint,
             hub_token=self.hf_token.get_secret_value() if self.hf_token else None,
             endpoints={"s3": self.s3_endpoint, "gs": self.gs_endpoint, "az": self.az_endpoint},

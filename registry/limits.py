@@ -10,6 +10,7 @@ from typing import Final
 
 from common.adapter_format.base import KINDS, kind_of
 from common.adapter_format.packed import EMBEDDING, HEAD, PackedAdapter
+from common.config import split_list
 from common.wording import listing
 from loraplex.errors import ResourceExhausted, UnsupportedAdapter
 
@@ -28,7 +29,7 @@ class AdapterLimits:
 
 def parse_target_modules(text: str) -> frozenset[str]:
     """Read `q_proj,v_proj,...`; nothing means all. Raises ValueError for what is no kind of module."""
-    kinds = frozenset(part for part in (part.strip() for part in text.split(",")) if part)
+    kinds = frozenset(split_list(text))
     if unknown := kinds.difference(TARGET_MODULES):
         raise ValueError(f"no module is called {listing(unknown)[:80]}; there are {', '.join(TARGET_MODULES)}")
     return kinds or frozenset(TARGET_MODULES)

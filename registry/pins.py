@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from common.config import split_list
 from loraplex.errors import FailedPrecondition, InvalidName, InvalidParameter
 from loraplex.pins import PIN_ON_ALL, parse_replicas
 from registry.domain import AdapterRecord, check_adapter_name
@@ -21,9 +22,7 @@ def parse_pinned(text: str) -> dict[str, int]:
     Raises ValueError, saying what is wrong with it.
     """
     pinned: dict[str, int] = {}
-    for part in (part.strip() for part in text.split(",")):
-        if not part:
-            continue
+    for part in split_list(text):
         name, equals, replicas = part.partition("=")
         try:
             check_adapter_name(name)

@@ -11,7 +11,7 @@ from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from common.api_keys import EXAMPLE, id_of
-from common.config import AdminSettings, Port
+from common.config import AdminSettings, Port, split_list
 from common.secret_settings import Secret
 from registry.database import parse_url
 from registry.import_settings import ImportSettings
@@ -102,8 +102,7 @@ class RegistrySettings(ImportSettings, AdminSettings):
     @property
     def base_folders(self) -> list[Path]:
         """The folders of `base_dirs`."""
-        names = (name.strip() for name in self.base_dirs.split(","))
-        return [Path(name).expanduser() for name in names if name]
+        return [Path(name).expanduser() for name in split_list(self.base_dirs)]
 
     @property
     def pins(self) -> Mapping[str, int]:

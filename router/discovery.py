@@ -14,6 +14,7 @@ from typing import Final
 
 import structlog
 
+from common.config import split_list
 from loraplex.address import parse_address
 
 log = structlog.get_logger(__name__)
@@ -45,7 +46,7 @@ def parse_workers(spec: str) -> WorkerSource:
     """Read `HOST:PORT[,HOST:PORT...]` or `dns:NAME:PORT`. Raises ValueError that says what is wrong with it."""
     if spec.startswith(DNS_PREFIX):
         return DnsWorkers(*parse_address(spec.removeprefix(DNS_PREFIX)))
-    parts = [part.strip() for part in spec.split(",") if part.strip()]
+    parts = split_list(spec)
     if not parts:
         raise ValueError("names no worker; give HOST:PORT[,HOST:PORT...] or dns:NAME:PORT")
     for part in parts:

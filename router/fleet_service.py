@@ -164,6 +164,7 @@ def to_worker(view: WorkerView, names: Mapping[str, Sequence[str]]) -> fleet_pb2
         device_tier=_tier_message(view.device_tier),
         host_tier=_tier_message(view.host_tier),
         disk_tier=_tier_message(view.disk_tier),
+        dedicated_artifact_digest=view.dedicated_artifact_digest,
     )
     worker.status_age.FromNanoseconds(int(view.status_age_s * 1e9))
     return worker

@@ -68,11 +68,13 @@ def tiers(worker: Worker) -> str:
 
 
 def _adapters(worker: Worker) -> str:
-    return ", ".join(_adapter(entry) for entry in worker.adapters)
+    return ", ".join(_adapter(entry, worker.dedicated_artifact_digest) for entry in worker.adapters)
 
 
-def _adapter(entry: WorkerAdapter) -> str:
+def _adapter(entry: WorkerAdapter, dedicated: str) -> str:
     facts = ["loading" if entry.loading else entry.tier]
+    if entry.artifact_digest == dedicated:
+        facts.append("merged")
     if entry.pinned:
         facts.append("pinned")
     if entry.quarantine_reason:

@@ -49,6 +49,9 @@ def test_answers_are_the_adapters_and_nothing_else_is_served_there(
             before.base_digest,
         )
         assert {one.facts.tier_hit for one in found[OWN]} == {"device"}
+        assert workers["dedicated-0"]["dedicated_artifact_digest"] == facts.artifact_digest
+        assert workers["worker-0"]["dedicated_artifact_digest"] == ""
+        assert f"{OWN} (device, merged)" in cluster.run("worker", "list").out
 
         with grpc.insecure_channel(workers["dedicated-0"]["address"]) as channel:
             asked = GenerateRequest(request_id="direct", base_digest=facts.base_digest, prompt="hello")

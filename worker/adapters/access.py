@@ -37,14 +37,15 @@ class AdapterAccess:
         self.quarantine = Quarantine(on_change)
         self._loads = Pace()
 
-    async def acquire(self, adapter: CheckedAdapter, remaining_s: float | None) -> Lease:
+    async def acquire(self, adapter: CheckedAdapter, remaining_s: float | None, *, try_now: bool = False) -> Lease:
         """Lease an adapter's file, leaving time to say so where it does not come before the caller's deadline.
 
-        Raises at once what an adapter in quarantine failed with; else what the store does, ArtifactUnreachable at the
-        deadline, and VersionMismatch.
+        Raises at once what an adapter in quarantine failed with, unless it is to be tried now; else what the store
+        does, ArtifactUnreachable at the deadline, and VersionMismatch.
         """
         digest = adapter.artifact_digest
-        self.quarantine.check(digest, time.monotonic())
+        if not try_now:
+            self.quarantine.check(digest, time.monotonic())
         try:
             async with asyncio.timeout(UNHURRIED_S if remaining_s is None else time_to_wait(remaining_s)):
                 lease = await self._store.acquire(digest)

@@ -113,11 +113,12 @@ class Steering:
     async def load(self, adapter: CheckedAdapter, remaining_s: float | None) -> tuple[Tier, float]:
         """Bring an adapter to the device; returns where it was and the seconds it took.
 
-        Raises what leasing its file and the engine refuse with, and DeadlineUnreachable.
+        One in quarantine is tried at once: who asks for it may have mended what was wrong. Raises what leasing its file
+        and the engine refuse with, and DeadlineUnreachable.
         """
         digest, began_s = adapter.artifact_digest, time.monotonic()
         tier = self._where(digest) or Tier.SOURCE
-        lease = await self._access.acquire(adapter, remaining_s)
+        lease = await self._access.acquire(adapter, remaining_s, try_now=True)
         try:
             left_s = UNHURRIED_S if remaining_s is None else time_to_wait(remaining_s) - (time.monotonic() - began_s)
             async with asyncio.timeout(left_s):

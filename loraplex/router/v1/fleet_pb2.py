@@ -28,51 +28,51 @@ from loraplex.types.v1 import evaluation_pb2 as loraplex_dot_types_dot_v1_dot_ev
 from loraplex.types.v1 import generation_pb2 as loraplex_dot_types_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eloraplex/router/v1/fleet.proto\x12\x12loraplex.router.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\"loraplex/types/v1/evaluation.proto\x1a\"loraplex/types/v1/generation.proto\"\x85\x02\n\rWorkerAdapter\x12\x17\n\x0f\x61rtifact_digest\x18\x01 \x01(\t\x12\r\n\x05names\x18\x02 \x03(\t\x12,\n\x04tier\x18\x03 \x01(\x0e\x32\x1e.loraplex.types.v1.AdapterTier\x12\x0f\n\x07loading\x18\x04 \x01(\x08\x12\x11\n\tin_flight\x18\x05 \x01(\r\x12\x0e\n\x06pinned\x18\x06 \x01(\x08\x12\x16\n\x0e\x61rtifact_bytes\x18\x07 \x01(\x04\x12\x19\n\x11quarantine_reason\x18\x08 \x01(\t\x12\x37\n\x13quarantine_end_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xe1\x04\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\t\x12\x13\n\x0b\x62\x61se_digest\x18\x05 \x01(\t\x12\x18\n\x10running_requests\x18\x06 \x01(\r\x12\x18\n\x10waiting_requests\x18\x07 \x01(\r\x12\x1d\n\x15queued_prefill_tokens\x18\x08 \x01(\x04\x12!\n\x19prefill_tokens_per_second\x18\t \x01(\x02\x12 \n\x18\x64\x65\x63ode_tokens_per_second\x18\n \x01(\x02\x12\x13\n\x0b\x66ree_blocks\x18\x0b \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x0c \x01(\r\x12\x33\n\x08\x61\x64\x61pters\x18\r \x03(\x0b\x32!.loraplex.router.v1.WorkerAdapter\x12-\n\nstatus_age\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05\x65rror\x18\x0f \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x10 \x01(\t\x12\r\n\x05\x64type\x18\x11 \x01(\t\x12\x19\n\x11\x62\x61se_quantization\x18\x12 \x01(\t\x12\x30\n\x0b\x64\x65vice_tier\x18\x13 \x01(\x0b\x32\x1b.loraplex.router.v1.TierUse\x12.\n\thost_tier\x18\x14 \x01(\x0b\x32\x1b.loraplex.router.v1.TierUse\x12.\n\tdisk_tier\x18\x15 \x01(\x0b\x32\x1b.loraplex.router.v1.TierUse\";\n\x12ListWorkersRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"[\n\x13ListWorkersResponse\x12+\n\x07workers\x18\x01 \x03(\x0b\x32\x1a.loraplex.router.v1.Worker\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"}\n\x16\x45valuateAdapterRequest\x12\x13\n\x0b\x62\x61se_digest\x18\x01 \x01(\t\x12\x16\n\x0eversion_digest\x18\x02 \x01(\t\x12\x17\n\x0f\x61rtifact_digest\x18\x03 \x01(\t\x12\x1d\n\x15\x65xact_artifact_digest\x18\x04 \x01(\t\"\x92\x01\n\x17\x45valuateAdapterResponse\x12\x39\n\x08progress\x18\x01 \x01(\x0b\x32%.loraplex.types.v1.EvaluationProgressH\x00\x12\x33\n\nevaluation\x18\x02 \x01(\x0b\x32\x1d.loraplex.types.v1.EvaluationH\x00\x42\x07\n\x05\x65vent\"I\n\x07TierUse\x12\x12\n\nused_bytes\x18\x01 \x01(\x04\x12\x14\n\x0c\x62udget_bytes\x18\x02 \x01(\x04\x12\x14\n\x0cnum_adapters\x18\x03 \x01(\r\"a\n\x16PrefetchAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bnum_workers\x18\x03 \x01(\r\x12\x11\n\tto_device\x18\x04 \x01(\x08\"\xa4\x01\n\x0e\x41\x64\x61pterOutcome\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12,\n\x04tier\x18\x02 \x01(\x0e\x32\x1e.loraplex.types.v1.AdapterTier\x12,\n\tload_time\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0c\x65rror_reason\x18\x04 \x01(\t\x12\r\n\x05\x65rror\x18\x05 \x01(\t\"O\n\x17PrefetchAdapterResponse\x12\x34\n\x08outcomes\x18\x01 \x03(\x0b\x32\".loraplex.router.v1.AdapterOutcome\"J\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bnum_workers\x18\x03 \x01(\r\"K\n\x13LoadAdapterResponse\x12\x34\n\x08outcomes\x18\x01 \x03(\x0b\x32\".loraplex.router.v1.AdapterOutcome\"J\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x11\n\tfrom_disk\x18\x03 \x01(\x08\"M\n\x15UnloadAdapterResponse\x12\x34\n\x08outcomes\x18\x01 \x03(\x0b\x32\".loraplex.router.v1.AdapterOutcome\"+\n\x0c\x41\x64viceFigure\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\"\xad\x01\n\x06\x41\x64vice\x12,\n\x04kind\x18\x01 \x01(\x0e\x32\x1e.loraplex.router.v1.AdviceKind\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x11\n\tworker_id\x18\x04 \x01(\t\x12\x31\n\x07\x66igures\x18\x05 \x03(\x0b\x32 .loraplex.router.v1.AdviceFigure\x12\x0e\n\x06reason\x18\x06 \x01(\t\":\n\x11ListAdviceRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"Y\n\x12ListAdviceResponse\x12*\n\x06\x61\x64vice\x18\x01 \x03(\x0b\x32\x1a.loraplex.router.v1.Advice\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t*s\n\nAdviceKind\x12\x1b\n\x17\x41\x44VICE_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13\x41\x44VICE_KIND_PROMOTE\x10\x01\x12\x18\n\x14\x41\x44VICE_KIND_THROTTLE\x10\x02\x12\x15\n\x11\x41\x44VICE_KIND_MERGE\x10\x03\x32\xeb\x04\n\x0c\x46leetService\x12^\n\x0bListWorkers\x12&.loraplex.router.v1.ListWorkersRequest\x1a\'.loraplex.router.v1.ListWorkersResponse\x12l\n\x0f\x45valuateAdapter\x12*.loraplex.router.v1.EvaluateAdapterRequest\x1a+.loraplex.router.v1.EvaluateAdapterResponse0\x01\x12j\n\x0fPrefetchAdapter\x12*.loraplex.router.v1.PrefetchAdapterRequest\x1a+.loraplex.router.v1.PrefetchAdapterResponse\x12^\n\x0bLoadAdapter\x12&.loraplex.router.v1.LoadAdapterRequest\x1a\'.loraplex.router.v1.LoadAdapterResponse\x12\x64\n\rUnloadAdapter\x12(.loraplex.router.v1.UnloadAdapterRequest\x1a).loraplex.router.v1.UnloadAdapterResponse\x12[\n\nListAdvice\x12%.loraplex.router.v1.ListAdviceRequest\x1a&.loraplex.router.v1.ListAdviceResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eloraplex/router/v1/fleet.proto\x12\x12loraplex.router.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\"loraplex/types/v1/evaluation.proto\x1a\"loraplex/types/v1/generation.proto\"\x85\x02\n\rWorkerAdapter\x12\x17\n\x0f\x61rtifact_digest\x18\x01 \x01(\t\x12\r\n\x05names\x18\x02 \x03(\t\x12,\n\x04tier\x18\x03 \x01(\x0e\x32\x1e.loraplex.types.v1.AdapterTier\x12\x0f\n\x07loading\x18\x04 \x01(\x08\x12\x11\n\tin_flight\x18\x05 \x01(\r\x12\x0e\n\x06pinned\x18\x06 \x01(\x08\x12\x16\n\x0e\x61rtifact_bytes\x18\x07 \x01(\x04\x12\x19\n\x11quarantine_reason\x18\x08 \x01(\t\x12\x37\n\x13quarantine_end_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x84\x05\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\t\x12\x13\n\x0b\x62\x61se_digest\x18\x05 \x01(\t\x12\x18\n\x10running_requests\x18\x06 \x01(\r\x12\x18\n\x10waiting_requests\x18\x07 \x01(\r\x12\x1d\n\x15queued_prefill_tokens\x18\x08 \x01(\x04\x12!\n\x19prefill_tokens_per_second\x18\t \x01(\x02\x12 \n\x18\x64\x65\x63ode_tokens_per_second\x18\n \x01(\x02\x12\x13\n\x0b\x66ree_blocks\x18\x0b \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x0c \x01(\r\x12\x33\n\x08\x61\x64\x61pters\x18\r \x03(\x0b\x32!.loraplex.router.v1.WorkerAdapter\x12-\n\nstatus_age\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05\x65rror\x18\x0f \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x10 \x01(\t\x12\r\n\x05\x64type\x18\x11 \x01(\t\x12\x19\n\x11\x62\x61se_quantization\x18\x12 \x01(\t\x12\x30\n\x0b\x64\x65vice_tier\x18\x13 \x01(\x0b\x32\x1b.loraplex.router.v1.TierUse\x12.\n\thost_tier\x18\x14 \x01(\x0b\x32\x1b.loraplex.router.v1.TierUse\x12.\n\tdisk_tier\x18\x15 \x01(\x0b\x32\x1b.loraplex.router.v1.TierUse\x12!\n\x19\x64\x65\x64icated_artifact_digest\x18\x16 \x01(\t\";\n\x12ListWorkersRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"[\n\x13ListWorkersResponse\x12+\n\x07workers\x18\x01 \x03(\x0b\x32\x1a.loraplex.router.v1.Worker\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"}\n\x16\x45valuateAdapterRequest\x12\x13\n\x0b\x62\x61se_digest\x18\x01 \x01(\t\x12\x16\n\x0eversion_digest\x18\x02 \x01(\t\x12\x17\n\x0f\x61rtifact_digest\x18\x03 \x01(\t\x12\x1d\n\x15\x65xact_artifact_digest\x18\x04 \x01(\t\"\x92\x01\n\x17\x45valuateAdapterResponse\x12\x39\n\x08progress\x18\x01 \x01(\x0b\x32%.loraplex.types.v1.EvaluationProgressH\x00\x12\x33\n\nevaluation\x18\x02 \x01(\x0b\x32\x1d.loraplex.types.v1.EvaluationH\x00\x42\x07\n\x05\x65vent\"I\n\x07TierUse\x12\x12\n\nused_bytes\x18\x01 \x01(\x04\x12\x14\n\x0c\x62udget_bytes\x18\x02 \x01(\x04\x12\x14\n\x0cnum_adapters\x18\x03 \x01(\r\"a\n\x16PrefetchAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bnum_workers\x18\x03 \x01(\r\x12\x11\n\tto_device\x18\x04 \x01(\x08\"\xa4\x01\n\x0e\x41\x64\x61pterOutcome\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12,\n\x04tier\x18\x02 \x01(\x0e\x32\x1e.loraplex.types.v1.AdapterTier\x12,\n\tload_time\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0c\x65rror_reason\x18\x04 \x01(\t\x12\r\n\x05\x65rror\x18\x05 \x01(\t\"O\n\x17PrefetchAdapterResponse\x12\x34\n\x08outcomes\x18\x01 \x03(\x0b\x32\".loraplex.router.v1.AdapterOutcome\"J\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bnum_workers\x18\x03 \x01(\r\"K\n\x13LoadAdapterResponse\x12\x34\n\x08outcomes\x18\x01 \x03(\x0b\x32\".loraplex.router.v1.AdapterOutcome\"J\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x11\n\tfrom_disk\x18\x03 \x01(\x08\"M\n\x15UnloadAdapterResponse\x12\x34\n\x08outcomes\x18\x01 \x03(\x0b\x32\".loraplex.router.v1.AdapterOutcome\"+\n\x0c\x41\x64viceFigure\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\"\xad\x01\n\x06\x41\x64vice\x12,\n\x04kind\x18\x01 \x01(\x0e\x32\x1e.loraplex.router.v1.AdviceKind\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x11\n\tworker_id\x18\x04 \x01(\t\x12\x31\n\x07\x66igures\x18\x05 \x03(\x0b\x32 .loraplex.router.v1.AdviceFigure\x12\x0e\n\x06reason\x18\x06 \x01(\t\":\n\x11ListAdviceRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"Y\n\x12ListAdviceResponse\x12*\n\x06\x61\x64vice\x18\x01 \x03(\x0b\x32\x1a.loraplex.router.v1.Advice\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t*s\n\nAdviceKind\x12\x1b\n\x17\x41\x44VICE_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13\x41\x44VICE_KIND_PROMOTE\x10\x01\x12\x18\n\x14\x41\x44VICE_KIND_THROTTLE\x10\x02\x12\x15\n\x11\x41\x44VICE_KIND_MERGE\x10\x03\x32\xeb\x04\n\x0c\x46leetService\x12^\n\x0bListWorkers\x12&.loraplex.router.v1.ListWorkersRequest\x1a\'.loraplex.router.v1.ListWorkersResponse\x12l\n\x0f\x45valuateAdapter\x12*.loraplex.router.v1.EvaluateAdapterRequest\x1a+.loraplex.router.v1.EvaluateAdapterResponse0\x01\x12j\n\x0fPrefetchAdapter\x12*.loraplex.router.v1.PrefetchAdapterRequest\x1a+.loraplex.router.v1.PrefetchAdapterResponse\x12^\n\x0bLoadAdapter\x12&.loraplex.router.v1.LoadAdapterRequest\x1a\'.loraplex.router.v1.LoadAdapterResponse\x12\x64\n\rUnloadAdapter\x12(.loraplex.router.v1.UnloadAdapterRequest\x1a).loraplex.router.v1.UnloadAdapterResponse\x12[\n\nListAdvice\x12%.loraplex.router.v1.ListAdviceRequest\x1a&.loraplex.router.v1.ListAdviceResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'loraplex.router.v1.fleet_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ADVICEKIND']._serialized_start=2599
-  _globals['_ADVICEKIND']._serialized_end=2714
+  _globals['_ADVICEKIND']._serialized_start=2634
+  _globals['_ADVICEKIND']._serialized_end=2749
   _globals['_WORKERADAPTER']._serialized_start=192
   _globals['_WORKERADAPTER']._serialized_end=453
   _globals['_WORKER']._serialized_start=456
-  _globals['_WORKER']._serialized_end=1065
-  _globals['_LISTWORKERSREQUEST']._serialized_start=1067
-  _globals['_LISTWORKERSREQUEST']._serialized_end=1126
-  _globals['_LISTWORKERSRESPONSE']._serialized_start=1128
-  _globals['_LISTWORKERSRESPONSE']._serialized_end=1219
-  _globals['_EVALUATEADAPTERREQUEST']._serialized_start=1221
-  _globals['_EVALUATEADAPTERREQUEST']._serialized_end=1346
-  _globals['_EVALUATEADAPTERRESPONSE']._serialized_start=1349
-  _globals['_EVALUATEADAPTERRESPONSE']._serialized_end=1495
-  _globals['_TIERUSE']._serialized_start=1497
-  _globals['_TIERUSE']._serialized_end=1570
-  _globals['_PREFETCHADAPTERREQUEST']._serialized_start=1572
-  _globals['_PREFETCHADAPTERREQUEST']._serialized_end=1669
-  _globals['_ADAPTEROUTCOME']._serialized_start=1672
-  _globals['_ADAPTEROUTCOME']._serialized_end=1836
-  _globals['_PREFETCHADAPTERRESPONSE']._serialized_start=1838
-  _globals['_PREFETCHADAPTERRESPONSE']._serialized_end=1917
-  _globals['_LOADADAPTERREQUEST']._serialized_start=1919
-  _globals['_LOADADAPTERREQUEST']._serialized_end=1993
-  _globals['_LOADADAPTERRESPONSE']._serialized_start=1995
-  _globals['_LOADADAPTERRESPONSE']._serialized_end=2070
-  _globals['_UNLOADADAPTERREQUEST']._serialized_start=2072
-  _globals['_UNLOADADAPTERREQUEST']._serialized_end=2146
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=2148
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=2225
-  _globals['_ADVICEFIGURE']._serialized_start=2227
-  _globals['_ADVICEFIGURE']._serialized_end=2270
-  _globals['_ADVICE']._serialized_start=2273
-  _globals['_ADVICE']._serialized_end=2446
-  _globals['_LISTADVICEREQUEST']._serialized_start=2448
-  _globals['_LISTADVICEREQUEST']._serialized_end=2506
-  _globals['_LISTADVICERESPONSE']._serialized_start=2508
-  _globals['_LISTADVICERESPONSE']._serialized_end=2597
-  _globals['_FLEETSERVICE']._serialized_start=2717
-  _globals['_FLEETSERVICE']._serialized_end=3336
+  _globals['_WORKER']._serialized_end=1100
+  _globals['_LISTWORKERSREQUEST']._serialized_start=1102
+  _globals['_LISTWORKERSREQUEST']._serialized_end=1161
+  _globals['_LISTWORKERSRESPONSE']._serialized_start=1163
+  _globals['_LISTWORKERSRESPONSE']._serialized_end=1254
+  _globals['_EVALUATEADAPTERREQUEST']._serialized_start=1256
+  _globals['_EVALUATEADAPTERREQUEST']._serialized_end=1381
+  _globals['_EVALUATEADAPTERRESPONSE']._serialized_start=1384
+  _globals['_EVALUATEADAPTERRESPONSE']._serialized_end=1530
+  _globals['_TIERUSE']._serialized_start=1532
+  _globals['_TIERUSE']._serialized_end=1605
+  _globals['_PREFETCHADAPTERREQUEST']._serialized_start=1607
+  _globals['_PREFETCHADAPTERREQUEST']._serialized_end=1704
+  _globals['_ADAPTEROUTCOME']._serialized_start=1707
+  _globals['_ADAPTEROUTCOME']._serialized_end=1871
+  _globals['_PREFETCHADAPTERRESPONSE']._serialized_start=1873
+  _globals['_PREFETCHADAPTERRESPONSE']._serialized_end=1952
+  _globals['_LOADADAPTERREQUEST']._serialized_start=1954
+  _globals['_LOADADAPTERREQUEST']._serialized_end=2028
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=2030
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=2105
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=2107
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=2181
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=2183
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=2260
+  _globals['_ADVICEFIGURE']._serialized_start=2262
+  _globals['_ADVICEFIGURE']._serialized_end=2305
+  _globals['_ADVICE']._serialized_start=2308
+  _globals['_ADVICE']._serialized_end=2481
+  _globals['_LISTADVICEREQUEST']._serialized_start=2483
+  _globals['_LISTADVICEREQUEST']._serialized_end=2541
+  _globals['_LISTADVICERESPONSE']._serialized_start=2543
+  _globals['_LISTADVICERESPONSE']._serialized_end=2632
+  _globals['_FLEETSERVICE']._serialized_start=2752
+  _globals['_FLEETSERVICE']._serialized_end=3371
 # @@protoc_insertion_point(module_scope)

@@ -136,6 +136,7 @@ class Worker(_message.Message):
     DEVICE_TIER_FIELD_NUMBER: _builtins.int
     HOST_TIER_FIELD_NUMBER: _builtins.int
     DISK_TIER_FIELD_NUMBER: _builtins.int
+    DEDICATED_ARTIFACT_DIGEST_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name."""
     address: _builtins.str
@@ -168,6 +169,8 @@ class Worker(_message.Message):
     """What it keeps weights and KV cache in: float32 or bfloat16. Empty where it has not said."""
     base_quantization: _builtins.str
     """How it keeps the base's matrices: none or int8. Empty where it has not said."""
+    dedicated_artifact_digest: _builtins.str
+    """The artifact of the one adapter that it serves, merged into the base; empty where it serves any."""
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerAdapter]:
         """Adapters it holds."""
@@ -212,10 +215,11 @@ class Worker(_message.Message):
         device_tier: Global___TierUse | None = ...,
         host_tier: Global___TierUse | None = ...,
         disk_tier: Global___TierUse | None = ...,
+        dedicated_artifact_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["device_tier", b"device_tier", "disk_tier", b"disk_tier", "host_tier", b"host_tier", "status_age", b"status_age"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "base_digest", b"base_digest", "base_quantization", b"base_quantization", "decode_tokens_per_second", b"decode_tokens_per_second", "device", b"device", "device_tier", b"device_tier", "disk_tier", b"disk_tier", "dtype", b"dtype", "epoch", b"epoch", "error", b"error", "free_blocks", b"free_blocks", "host_tier", b"host_tier", "prefill_tokens_per_second", b"prefill_tokens_per_second", "queued_prefill_tokens", b"queued_prefill_tokens", "running_requests", b"running_requests", "state", b"state", "status_age", b"status_age", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "base_digest", b"base_digest", "base_quantization", b"base_quantization", "decode_tokens_per_second", b"decode_tokens_per_second", "dedicated_artifact_digest", b"dedicated_artifact_digest", "device", b"device", "device_tier", b"device_tier", "disk_tier", b"disk_tier", "dtype", b"dtype", "epoch", b"epoch", "error", b"error", "free_blocks", b"free_blocks", "host_tier", b"host_tier", "prefill_tokens_per_second", b"prefill_tokens_per_second", "queued_prefill_tokens", b"queued_prefill_tokens", "running_requests", b"running_requests", "state", b"state", "status_age", b"status_age", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

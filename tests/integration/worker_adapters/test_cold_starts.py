@@ -42,6 +42,24 @@ async def test_an_artifact_that_is_nowhere_is_refused_at_once_until_it_is_tried_
     assert (await front.status_where(is_at(digest, DEVICE)))["adapters"][digest].quarantine_reason == ""
 
 
+async def test_an_explicit_load_tries_an_adapter_in_quarantine_at_once(front, steer, artifacts):
+    blob = b"mended by an operator"
+    digest = hashlib.sha256(blob).hexdigest()
+    for failures in (1, 2):  # a failure of its own makes the pause longer
+        front.app._access.quarantine.failed(digest, ArtifactNotFound("gone"), Stage.FETCH, time.monotonic() + 100)
+        with pytest.raises(ArtifactNotFound):
+            await steer.load(digest)
+        assert artifacts.opened[digest] == failures
+    refusal = (await front.generate(front.request(artifact=digest))).error
+    assert isinstance(refusal, ArtifactNotFound)
+    assert refusal.retry_after_s is not None
+    assert refusal.retry_after_s > 1.5
+    artifacts.add(blob)
+    assert (await steer.load(digest)).tier_hit == SOURCE
+    answer = await front.generate(front.request(artifact=digest, max_tokens=2))
+    assert answer.finished.facts.tier_hit == DEVICE
+
+
 async def test_a_file_that_was_damaged_on_the_disk_is_fetched_again_without_a_quarantine(front, steer, artifacts):
     digest = artifacts.add(b"as it should be")
     await steer.load(digest)
