@@ -77,8 +77,10 @@ async def until(condition) -> None:
             await asyncio.sleep(0)
 
 
-def remember_fetch(store: AdapterStore, artifact_digest: str, seconds: float) -> None:
-    """Have a file's fetch have taken so long."""
+async def use(store: AdapterStore, artifact_digest: str, *, fetch_s: float = 1.0) -> None:
+    """Use a file whose fetch is believed to have taken so long, whatever it took here."""
+    lease = await store.acquire(artifact_digest)
     file = store._files.find(artifact_digest)
     assert file is not None
-    file.fetch_s = seconds
+    file.fetch_s = fetch_s
+    lease.release()

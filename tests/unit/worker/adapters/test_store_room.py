@@ -10,7 +10,7 @@ import random
 import pytest
 
 from loraplex.errors import ArtifactUnreachable, FailedPrecondition, NoSpace
-from tests.artifact_source import a_store, files, leftovers, remember_fetch, until
+from tests.artifact_source import a_store, files, leftovers, until, use
 from worker.adapters import download as download_module
 from worker.adapters.download import Partial
 
@@ -18,9 +18,8 @@ from worker.adapters.download import Partial
 async def test_the_least_recently_used_idle_file_makes_room(tmp_path, source):
     a, b, c = (source.add(bytes([n]) * 400) for n in range(3))
     async with a_store(tmp_path, source) as store:
-        for digest in (a, b, a):
-            (await store.acquire(digest)).release()
-        (await store.acquire(c)).release()
+        for digest in (a, b, a, c):
+            await use(store, digest)
         assert files(tmp_path) == {a, c}
         assert store.cached_bytes == 800
 
@@ -29,13 +28,10 @@ async def test_a_file_that_many_have_used_outlasts_newer_ones_but_not_for_ever(t
     often, *others = (source.add(bytes([n]) * 400) for n in range(12))
     async with a_store(tmp_path, source) as store:
         for _ in range(4):
-            (await store.acquire(often)).release()
-        for digest in store._files:
-            remember_fetch(store, digest, 1.0)
+            await use(store, often)
         stayed = 0
         for digest in others:
-            (await store.acquire(digest)).release()
-            remember_fetch(store, digest, 1.0)
+            await use(store, digest)
             stayed += often in files(tmp_path)
         assert 2 < stayed < len(others)
 
@@ -44,9 +40,7 @@ async def test_of_files_used_alike_the_one_that_is_slow_to_fetch_again_stays(tmp
     slow, quick, new = (source.add(bytes([n]) * 400) for n in range(3))
     async with a_store(tmp_path, source) as store:
         for digest, seconds in ((slow, 2.0), (quick, 0.1)):
-            lease = await store.acquire(digest)
-            remember_fetch(store, digest, seconds)
-            lease.release()
+            await use(store, digest, fetch_s=seconds)
         (await store.acquire(new)).release()
         assert files(tmp_path) == {slow, new}
 
