@@ -87,7 +87,7 @@ async def test_a_worker_s_progress_and_figures_come_to_the_caller(registry, work
             digest("exact"),
             BASE,
         )
-        assert 0 < (workers[0].time_remaining_s[0] or 0) <= 30  # the caller's, not the 600 of those without one
+        assert 0 < (workers[0].time_remaining_s[0] or 0) < 60  # the caller's 30, not the 600 of those without one
         assert router.router.fleet.num_flights == 0
 
 
