@@ -226,7 +226,7 @@ async def test_cancelling_during_the_download_leaves_nothing(base, artifacts, re
 
 async def test_a_deadline_that_passes_is_told_and_leaves_nothing(base, artifacts, registry_port, tmp_path):
     async with running_front(base, tmp_path / "cache", registry_port=registry_port, environment=SLOW) as front:
-        outcome = await evaluate(front, request(front, artifacts), within=1.0)
+        outcome = await evaluate(front, request(front, artifacts), within=2.0)
         assert isinstance(outcome.error, DeadlineExceeded)
         assert "give it more time" in outcome.error.message
         await nothing_left(front)
