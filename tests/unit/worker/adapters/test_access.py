@@ -44,7 +44,7 @@ async def test_a_fetch_that_outlasts_a_request_goes_on_and_is_there_for_the_next
     digest = source.add(b"x" * 100)
     source.gate.clear()
     source.gate_at = 50
-    async with an_access(tmp_path, source) as access:
+    async with an_access(tmp_path, source, clock=lambda: 0.0) as access:
         for _ in range(2):
             with pytest.raises(DeadlineUnreachable, match="goes on coming") as refused:
                 await access.acquire(digest)
