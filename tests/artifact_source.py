@@ -18,7 +18,7 @@ QUICK = RetryPolicy(tries=3, backoff=Backoff(first_s=0.001, longest_s=0.002))
 
 
 class FakeSource:
-    """Artifacts in memory; `gate` holds the bytes back, `breaks` lists after how many bytes reads end."""
+    """Artifacts in memory; `gate` holds the bytes back from `gate_at` on, `breaks` lists after how many reads end."""
 
     def __init__(self) -> None:
         self.blobs: dict[str, bytes] = {}
@@ -26,6 +26,7 @@ class FakeSource:
         self.offsets: list[int] = []
         self.gate = asyncio.Event()
         self.gate.set()
+        self.gate_at = 0
         self.breaks: list[int] = []
         self.open_now = 0
         self.most_open = 0
@@ -45,8 +46,9 @@ class FakeSource:
         end = offset + self.breaks.pop(0) if self.breaks else len(blob)
 
         async def chunks() -> AsyncIterator[bytes]:
-            await self.gate.wait()
             for at in range(offset, min(end, len(blob)), 7):
+                if at >= self.gate_at:
+                    await self.gate.wait()
                 yield blob[at : min(at + 7, end)]
             if end < len(blob):
                 raise SourceInterrupted("told to break")

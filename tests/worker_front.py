@@ -55,6 +55,7 @@ class ArtifactServer(AdapterServiceServicer):
     offsets: list[int] = field(default_factory=list)
     break_after: list[int] = field(default_factory=list)  # bytes after which the next calls end with UNAVAILABLE
     gate: asyncio.Event | None = None  # closed: the data waits for it
+    gate_at: int = 0  # from this byte on
     cancelled: int = 0
 
     def add(self, blob: bytes, *, digest: str | None = None) -> str:
@@ -72,14 +73,14 @@ class ArtifactServer(AdapterServiceServicer):
             return
         yield DownloadArtifactResponse(info=ArtifactInfo(size_bytes=len(blob)))
         left = self.break_after.pop(0) if self.break_after else len(blob)
-        try:
-            if self.gate is not None:
-                await self.gate.wait()
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
         end = min(len(blob), request.offset + left)
         for at in range(request.offset, end, 1 << 16):
+            try:
+                if self.gate is not None and at >= self.gate_at:
+                    await self.gate.wait()
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
             yield DownloadArtifactResponse(data=blob[at : min(end, at + (1 << 16))])
         if end < len(blob):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "told to break")

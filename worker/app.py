@@ -37,6 +37,7 @@ from worker.engine_client import EngineClient, EnginePatience, EngineState
 from worker.generation import StreamLimits
 from worker.mailbox import AdapterOnDevice
 from worker.metrics import Metrics, Snapshot
+from worker.requests import CheckedAdapter
 from worker.service import Parts, ServedBase, WorkerService
 from worker.settings import WorkerSettings
 from worker.status import (
@@ -104,7 +105,7 @@ class WorkerApp:
             places=Places(settings.max_fetches),
         )
         versions = Versions()
-        self._access = AdapterAccess(self._store, versions, self._adapter_changed)
+        self._access = AdapterAccess(self._store, versions, self._adapter_changed, self._bring)
         self._steering = Steering(
             self._engine,
             self._store,
@@ -277,6 +278,9 @@ class WorkerApp:
 
     def _fetched(self, artifact_digest: str, error: LoraplexError | None) -> None:
         self._access.fetched(artifact_digest, error)
+
+    def _bring(self, adapter: CheckedAdapter) -> bool:
+        return self._steering.bring(adapter)
 
     def _source_is_back(self) -> None:
         self._access.quarantine.source_is_back()

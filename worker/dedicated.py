@@ -14,7 +14,7 @@ from typing import Final
 import structlog
 
 from common.backoff import Backoff
-from loraplex.errors import FailedPrecondition, NotServedHere, Unavailable
+from loraplex.errors import FailedPrecondition, LoraplexError, NoSpace, NotServedHere, Unavailable
 from worker.adapters.store import AdapterStore, Lease
 
 log = structlog.get_logger(__name__)
@@ -36,17 +36,21 @@ class Dedication:
         return self._lease is not None
 
     async def fetch(self) -> Path:
-        """Return the artifact's verified file, however long its source cannot be reached.
+        """Return the artifact's verified file, however long its source cannot be reached or the disk is full.
 
-        Raises ArtifactNotFound, CorruptArtifact and what else waiting does not change.
+        Raises ArtifactNotFound, CorruptArtifact, NoSpace for what the cache is too small for, and what else waiting
+        does not change.
         """
         failures = 0
         while self._lease is None:
             try:
                 self._lease = await self._store.acquire(self.artifact_digest)
-            except Unavailable as error:
+            except LoraplexError as error:
+                if not _passes(error):
+                    raise
                 failures += 1
                 pause_s = _RETRY.jittered_s(failures, random.Random())  # noqa: S311 - jitter, not a secret
+                pause_s = max(pause_s, error.retry_after_s or 0.0)
                 log.warning("dedicated.waiting", artifact=self.artifact_digest[:12], reason=error.message)
                 await asyncio.sleep(pause_s)
         return Path(self._lease.file.path)
@@ -72,3 +76,8 @@ class Dedication:
             raise FailedPrecondition(
                 "the worker is dedicated to the adapter and has it merged until it ends", field="artifact_digest"
             )
+
+
+def _passes(error: LoraplexError) -> bool:
+    """Tell whether waiting may help. A full disk says when to try again; a cache that is too small does not."""
+    return isinstance(error, Unavailable) or (isinstance(error, NoSpace) and error.retry_after_s is not None)

@@ -268,6 +268,7 @@ async def test_a_deadline_bounds_the_wait_for_an_unreachable_adapter_and_the_ans
         started = time.monotonic()
         answer = await front.generate(front.request(artifact="f" * 64), within=1)
         assert isinstance(answer.error, ArtifactUnreachable)
+        assert answer.error.retry_after_s
         assert time.monotonic() - started < 1
         status = await front.status_where(idle)
         assert not status["adapters"]

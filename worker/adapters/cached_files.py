@@ -80,6 +80,11 @@ class CachedFiles:
         return sum(self._files[digest].size_bytes for digest in self._kept if digest in self._files)
 
     @property
+    def idle_bytes(self) -> int:
+        """Bytes of the files that nobody uses."""
+        return sum(file.size_bytes for digest, file in self._files.items() if not self._users[digest])
+
+    @property
     def can_leave(self) -> bool:
         """Whether a file is idle whose adapter is not on the device."""
         return self._idle.least(self._on_device()) is not None

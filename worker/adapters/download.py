@@ -86,13 +86,14 @@ async def download(
     *,
     reserve: Callable[[int], Awaitable[None]],
     retry: RetryPolicy,
-    on_bytes: Callable[[], None] = lambda: None,
+    on_bytes: Callable[[int], None] = lambda _: None,
+    on_failure: Callable[[], None] = lambda: None,
 ) -> Partial:
     """Fetch an artifact into `scratch`; returns it sealed and verified, for the caller to give it its place.
 
-    `reserve` is told the size once, before the first byte is written, and may wait or raise; `on_bytes` hears that
-    bytes came. Raises ArtifactNotFound, ArtifactUnreachable after the last try or a stall, CorruptArtifact, OSError, or
-    whatever `reserve` raises.
+    `reserve` is told the size once, before the first byte is written, and may wait or raise; `on_bytes` hears how many
+    bytes came, `on_failure` of a try that brought none. Raises ArtifactNotFound, ArtifactUnreachable after the last try
+    or a stall, CorruptArtifact, OSError, or whatever `reserve` raises.
     """
     partial = Partial(scratch)
     try:
@@ -101,15 +102,15 @@ async def download(
         async def reserve_in_peace(size_bytes: int) -> None:
             stalled.reschedule(None)
             await reserve(size_bytes)
-            got_on()
+            got(0)
 
-        def got_on() -> None:
+        def got(num_bytes: int) -> None:
             stalled.reschedule(asyncio.get_running_loop().time() + retry.stall_s)
-            on_bytes()
+            on_bytes(num_bytes)
 
         try:
             async with stalled:
-                await _receive(source, artifact_digest, partial, reserve_in_peace, retry, got_on)
+                await _receive(source, artifact_digest, partial, reserve_in_peace, retry, got, on_failure)
         except TimeoutError as error:
             if not stalled.expired():
                 raise
@@ -133,7 +134,8 @@ async def _receive(
     partial: Partial,
     reserve: Callable[[int], Awaitable[None]],
     retry: RetryPolicy,
-    got_on: Callable[[], None],
+    got: Callable[[int], None],
+    on_failure: Callable[[], None],
 ) -> None:
     size_bytes: int | None = None
     failures = 0
@@ -150,13 +152,17 @@ async def _receive(
                     if partial.size_bytes + len(chunk) > size_bytes:
                         raise _wrong_size(artifact_digest, partial.size_bytes + len(chunk), size_bytes)
                     await asyncio.to_thread(partial.append, chunk)
-                    got_on()
+                    got(len(chunk))
             interruption = SourceInterrupted(f"it ended after {partial.size_bytes} of {size_bytes} bytes")
         except SourceInterrupted as error:
             interruption = error
         if partial.size_bytes == size_bytes:
             return
-        failures = 1 if partial.size_bytes > before else failures + 1
+        if partial.size_bytes > before:
+            failures = 1
+        else:
+            failures += 1
+            on_failure()
         if failures >= retry.tries:
             raise ArtifactUnreachable(
                 f"adapter artifact {artifact_digest[:12]} is not cached here and its source cannot be reached "

@@ -7,7 +7,6 @@ forgotten when the engine is lost, and routers send them again. Knows nothing of
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from contextvars import Context
@@ -118,7 +117,7 @@ class Steering:
         """
         digest, began_s = adapter.artifact_digest, time.monotonic()
         tier = self._where(digest) or Tier.SOURCE
-        lease = await self._access.acquire(adapter, remaining_s, try_now=True)
+        lease = await self._access.acquire(adapter, remaining_s, Urgency.ASKED, try_now=True)
         try:
             left_s = UNHURRIED_S if remaining_s is None else time_to_wait(remaining_s) - (time.monotonic() - began_s)
             async with asyncio.timeout(left_s):
@@ -136,7 +135,8 @@ class Steering:
     def prefetch(self, adapter: CheckedAdapter, *, to_device: bool) -> Tier:
         """Start to bring an adapter to the disk, or to the device if there is room; returns where it is now.
 
-        Raises QueueFull where too many are under way.
+        A fetch that is under way goes on as this one's, whoever leaves it. Raises QueueFull where too many are under
+        way.
         """
         digest = adapter.artifact_digest
         tier = self._where(digest) or Tier.SOURCE
@@ -156,9 +156,24 @@ class Steering:
             )
         if to_device:
             self._to_device.add(digest)
-        task = self._prefetches[digest] = self._start(lambda: self._prefetch(adapter))
-        task.add_done_callback(lambda _: self._prefetch_ended(digest, task))
+        joined = self._store.is_fetching(digest)
+        task = self._prefetches[digest] = self._start(lambda: self._prefetch(adapter, try_now=joined))
+        leave = self._store.stay(digest)  # at once: the task has not begun
+        task.add_done_callback(lambda _: self._prefetch_ended(digest, task, leave))
         return tier
+
+    def bring(self, adapter: CheckedAdapter) -> bool:
+        """Start to bring an adapter to the device for a request that cannot wait for it, so that it can come again.
+
+        Returns whether it is under way.
+        """
+        if self._tasks is None:
+            return False
+        try:
+            self.prefetch(adapter, to_device=True)
+        except QueueFull:
+            return False
+        return True
 
     async def unload(self, artifact_digest: str, *, from_disk: bool) -> Tier | None:
         """Take an adapter off the device, and off the disk if asked; returns where it was.
@@ -222,14 +237,14 @@ class Steering:
         if remaining_s is None or tier is Tier.DEVICE:
             return
         num_bytes = self._store.size_bytes(adapter.artifact_digest) or adapter.artifact_bytes
-        expected_s = self._access.expected_s(num_bytes, fetch=tier is None)
+        expected_s = self._access.expected_s(adapter.artifact_digest, num_bytes, fetch=tier is None)
         if expected_s is None or expected_s <= remaining_s:
             return
-        with contextlib.suppress(QueueFull):
-            self.prefetch(adapter, to_device=True)
+        goes_on = self.bring(adapter)
         raise DeadlineUnreachable(
             f"bringing the adapter to the device takes some {expected_s:.2g} s, and the deadline is in "
-            f"{remaining_s:.2g} s; it is on its way now, so try again, or give more time",
+            f"{remaining_s:.2g} s; {'it is on its way now, so try again,' if goes_on else 'try again later,'} or give "
+            "more time",
             retry_after_s=expected_s,
         )
 
@@ -243,9 +258,10 @@ class Steering:
         if remaining_s is None or self._where(adapter.artifact_digest) is Tier.DEVICE:
             return None
         size_bytes = self._store.size_bytes(adapter.artifact_digest) or adapter.artifact_bytes
+        expected_s = self._access.expected_s(adapter.artifact_digest, size_bytes, fetch=False)
         error = DeadlineUnreachable(
             "the adapter did not come to the device, or the request to its turn, before the deadline; try again later",
-            retry_after_s=max(_RETRY_AFTER_S, self._access.expected_s(size_bytes, fetch=False) or 0.0),
+            retry_after_s=max(_RETRY_AFTER_S, expected_s or 0.0),
         )
         return asyncio.get_running_loop().call_later(time_to_wait(remaining_s), waiter.give_up_waiting, error)
 
@@ -256,14 +272,15 @@ class Steering:
     async def _bring(self, file: AdapterFile, urgency: Urgency) -> None:
         await carry_out(self._engine, lambda order_id: Load(order_id, file, urgency))
 
-    def _prefetch_ended(self, artifact_digest: str, task: asyncio.Task[None]) -> None:
+    def _prefetch_ended(self, artifact_digest: str, task: asyncio.Task[None], leave: Callable[[], None]) -> None:
+        leave()
         if self._prefetches.get(artifact_digest) is task:
             del self._prefetches[artifact_digest]
             self._to_device.discard(artifact_digest)
 
-    async def _prefetch(self, adapter: CheckedAdapter) -> None:
+    async def _prefetch(self, adapter: CheckedAdapter, *, try_now: bool) -> None:
         try:
-            lease = await self._access.acquire(adapter, None)
+            lease = await self._access.acquire(adapter, None, Urgency.AHEAD, try_now=try_now)
             try:
                 if adapter.artifact_digest in self._to_device:
                     await self._bring(lease.file, Urgency.AHEAD)
@@ -279,7 +296,7 @@ class Steering:
         try:
             while True:
                 try:
-                    lease = await self._access.acquire(adapter, None)
+                    lease = await self._access.acquire(adapter, None, Urgency.PINNED)
                     file = lease.file
                     sizes = file.artifact_bytes, Outside(file.outside_bytes, file.vocabulary_bytes)
                     if sizes != reserved:  # perhaps not what the caller believed

@@ -1,9 +1,9 @@
 """The worker's disk cache of adapters: content-addressed, verified, bounded.
 
 `<folder>/<artifact digest>` holds a packed file whose SHA-256 is its name; `<folder>/.incoming` holds what is on its
-way. However many ask for an artifact it is fetched once; the fetch is cancelled when nobody waits any more. Idle
-artifacts are evicted in the order of `worker.engine.idle`, by bytes and the seconds of a fetch, those on the device
-last; what is in use or kept never is.
+way. However many ask for an artifact it is fetched once, as urgently as the most urgent of them wants it; the fetch is
+cancelled when nobody waits any more. Idle artifacts are evicted in the order of `worker.engine.idle`, by bytes and the
+seconds of a fetch, those on the device last; what is in use or kept never is.
 """
 
 from __future__ import annotations
@@ -30,13 +30,19 @@ from worker.adapters.full_disk import FullDisk
 from worker.adapters.outside import NOTHING, Outside, outside_of
 from worker.adapters.pace import Pace
 from worker.adapters.places import Places
+from worker.adapters.progress import Progress
+from worker.adapters.room import Claims
 from worker.adapters.source import ArtifactSource
-from worker.mailbox import AdapterFile
+from worker.engine.residency import FOR_REQUEST
+from worker.mailbox import AdapterFile, Urgency
 
 log = structlog.get_logger(__name__)
 
 DEFAULT_PLACES: Final = 8
 """Downloads that get on at a time."""
+
+OnLate = Callable[[Progress, float], LoraplexError | None]
+"""Told how far a fetch is, and the time by the store's clock; returns what its waiter is to raise, None to wait on."""
 
 
 @dataclass(slots=True)
@@ -45,8 +51,14 @@ class _Fetch:
 
     done: asyncio.Future[None]
     task: asyncio.Task[None] | None = None
-    waiters: int = 0
+    waiters: list[int] = field(default_factory=list)
+    """How urgent it is to each."""
     reserved_bytes: int = 0
+    progress: Progress = field(default_factory=Progress)
+
+    def urgency(self) -> int:
+        """How urgent it is: the lower goes first."""
+        return min(self.waiters, default=Urgency.AHEAD)
 
 
 @dataclass(slots=True)
@@ -102,8 +114,8 @@ class AdapterStore:
         self._clock = clock
         self._full_disk = FullDisk(folder)
         self._fetches: dict[str, _Fetch] = {}
-        self._room_turn = asyncio.Lock()
-        self._freed = asyncio.Event()
+        self._claims = Claims()
+        self._freed = asyncio.Event()  # there may be room for another claim
         self._owned = AsyncExitStack()
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -163,18 +175,40 @@ class AdapterStore:
         """Tell whether an artifact is on its way from the source."""
         return artifact_digest in self._fetches and artifact_digest not in self._files
 
-    async def acquire(self, artifact_digest: str) -> Lease:
+    def left_s(self, artifact_digest: str) -> float | None:
+        """Return the seconds that a fetch under way still takes, None where there is none or no byte has come."""
+        fetch = self._fetches.get(artifact_digest)
+        return None if fetch is None else fetch.progress.left_s(self._clock())
+
+    def stay(self, artifact_digest: str) -> Callable[[], None]:
+        """Have a fetch that is under way go on, whoever leaves it, until the returned function is called, once."""
+        fetch = self._fetches.get(artifact_digest)
+        if fetch is None:
+            return lambda: None
+        self._join(fetch, Urgency.AHEAD)
+        return lambda: self._leave(artifact_digest, fetch, Urgency.AHEAD)
+
+    async def acquire(
+        self,
+        artifact_digest: str,
+        urgency: int = FOR_REQUEST,
+        *,
+        within_s: float | None = None,
+        on_late: OnLate = lambda *_: None,
+    ) -> Lease:
         """Return a lease on the verified file, fetching it if need be.
 
-        Raises ArtifactNotFound, ArtifactUnreachable, CorruptArtifact or NoSpace. A caller that is cancelled leaves the
-        fetch to those who still wait.
+        `urgency` is FOR_REQUEST or an `Urgency`. `on_late` is called when the file has not come within so many seconds,
+        and again after as many, while the fetch still has its waiter. Raises what that returns, ArtifactNotFound,
+        ArtifactUnreachable, CorruptArtifact or NoSpace. A caller that is cancelled leaves the fetch to those who still
+        wait.
         """
         self._files.use(artifact_digest)
         fetched, waited = artifact_digest not in self._files, False
         try:
             while (entry := self._files.find(artifact_digest)) is None or not entry.verified:
                 waited = True
-                await self._wait_for(artifact_digest)
+                await self._wait_for(artifact_digest, urgency, within_s, on_late)
         except BaseException:
             self._release(artifact_digest)
             raise
@@ -214,7 +248,7 @@ class AdapterStore:
             self._files.drop(artifact_digest)
         return False
 
-    async def _wait_for(self, artifact_digest: str) -> None:
+    async def _wait_for(self, artifact_digest: str, urgency: int, within_s: float | None, on_late: OnLate) -> None:
         fetch = self._fetches.get(artifact_digest)
         if fetch is None:
             if self._tasks is None:
@@ -222,16 +256,38 @@ class AdapterStore:
             fetch = self._fetches[artifact_digest] = _Fetch(asyncio.get_running_loop().create_future())
             fetch.task = self._tasks.create_task(self._run(artifact_digest, fetch))
             self._on_change(artifact_digest)
-        fetch.waiters += 1
+        self._join(fetch, urgency)
         try:
-            await asyncio.shield(fetch.done)
+            while not fetch.done.done():
+                limit = asyncio.timeout(within_s)
+                try:
+                    async with limit:
+                        await asyncio.shield(fetch.done)
+                except TimeoutError:
+                    if not limit.expired():
+                        raise
+                    if not fetch.done.done() and (error := on_late(fetch.progress, self._clock())) is not None:
+                        raise error from None
+            fetch.done.result()
         finally:
-            fetch.waiters -= 1
-            if not fetch.waiters and not fetch.done.done():
-                self._forget(artifact_digest, fetch)
-                fetch.done.cancel()
-                if fetch.task is not None:
-                    fetch.task.cancel()
+            self._leave(artifact_digest, fetch, urgency)
+
+    def _join(self, fetch: _Fetch, urgency: int) -> None:
+        fetch.waiters.append(urgency)
+        self._urgency_changed()
+
+    def _leave(self, artifact_digest: str, fetch: _Fetch, urgency: int) -> None:
+        fetch.waiters.remove(urgency)
+        if not fetch.waiters and not fetch.done.done():
+            self._forget(artifact_digest, fetch)
+            fetch.done.cancel()
+            if fetch.task is not None:
+                fetch.task.cancel()
+        self._urgency_changed()
+
+    def _urgency_changed(self) -> None:
+        self._places.serve()
+        self._freed.set()
 
     async def _run(self, artifact_digest: str, fetch: _Fetch) -> None:
         """Bring an artifact, and tell those who wait how it went."""
@@ -275,20 +331,33 @@ class AdapterStore:
             log.warning("artifact.corrupt_on_disk", artifact=artifact_digest[:12], what_now="it is fetched anew")
             self._files.drop(artifact_digest)
 
-        async def reserve(size_bytes: int) -> None:
-            await self._make_room(size_bytes)
-            fetch.reserved_bytes = size_bytes
-
         async def fetched() -> Partial:
             scratch = self._incoming / f"{artifact_digest[:16]}.{secrets.token_hex(4)}"
-            async with self._places.take() as place:
+            progress = fetch.progress
+            async with self._places.take(fetch.urgency) as place:
+                progress.begin(self._clock())
+
+                async def reserve(size_bytes: int) -> None:
+                    progress.pause(size_bytes, self._clock())
+                    await self._make_room(size_bytes, fetch, place.give_up)
+                    progress.go_on(self._clock())
+
+                def got(num_bytes: int) -> None:
+                    progress.got(num_bytes, self._clock())
+                    place.get_on()
+
                 return await download(
-                    self._source, artifact_digest, scratch, reserve=reserve, retry=self._retry, on_bytes=place.get_on
+                    self._source,
+                    artifact_digest,
+                    scratch,
+                    reserve=reserve,
+                    retry=self._retry,
+                    on_bytes=got,
+                    on_failure=progress.fail,
                 )
 
         if not self._files.can_leave:  # else there is room to be made
             self._full_disk.check(self._clock())
-        started_s = time.monotonic()
         try:
             partial = await fetched()
         except OSError as error:
@@ -306,9 +375,13 @@ class AdapterStore:
                     raise
                 raise self._full_disk.met(self._clock()) from again
         self._full_disk.over()
-        outside = await asyncio.to_thread(outside_of, partial.path)
-        partial.path.replace(target)  # no await from here to the entry: a file is never there without it
-        seconds = time.monotonic() - started_s
+        seconds = fetch.progress.seconds(self._clock())
+        try:
+            outside = await asyncio.to_thread(outside_of, partial.path)
+            partial.path.replace(target)  # no await from here to the entry: a file is never there without it
+        except BaseException:
+            await asyncio.to_thread(partial.close)
+            raise
         self._pace.add(partial.size_bytes, seconds)
         file = CachedFile(partial.size_bytes, verified=True, fetch_s=seconds, outside=outside)
         self._files.add(artifact_digest, file)
@@ -316,14 +389,22 @@ class AdapterStore:
         log.info("artifact.fetched", artifact=artifact_digest[:12], size_bytes=partial.size_bytes)
         await asyncio.to_thread(sync_folder, self._folder)
 
-    async def _make_room(self, size_bytes: int) -> None:
-        """Evict until `size_bytes` fit, waiting for files in use, first come first served. Raises NoSpace."""
+    async def _make_room(self, size_bytes: int, fetch: _Fetch, on_wait: Callable[[], None]) -> None:
+        """Evict until `size_bytes` fit, waiting for its turn and for files in use. Raises NoSpace."""
         self._check_fits(size_bytes)
-        async with self._room_turn:
-            while not self._evict_for(size_bytes):
+        claim = self._claims.add(size_bytes, fetch.urgency)
+        try:
+            while self._claims.next(self._room_bytes()) is not claim:
+                on_wait()
                 self._freed.clear()
-                self._check_fits(size_bytes)
                 await self._freed.wait()  # ends: each file in use and not kept is held by a request that ends
+                self._check_fits(size_bytes)
+            self._claims.take(claim)
+            self._files.evict(size_bytes - self._free_bytes())
+            fetch.reserved_bytes = size_bytes
+        finally:
+            self._claims.drop(claim)
+            self._freed.set()
 
     def _check_fits(self, size_bytes: int) -> None:
         """Refuse what would not fit if all were idle but what is kept."""
@@ -337,11 +418,13 @@ class AdapterStore:
                 length=size_bytes,
             )
 
-    def _evict_for(self, size_bytes: int) -> bool:
-        """Evict idle files until `size_bytes` fit; returns whether they do."""
+    def _free_bytes(self) -> int:
         reserved = sum(fetch.reserved_bytes for fetch in self._fetches.values())
-        missing = self.cached_bytes + reserved + size_bytes - self._budget_bytes
-        return self._files.evict(missing) >= missing
+        return self._budget_bytes - self.cached_bytes - reserved
+
+    def _room_bytes(self) -> int:
+        """Bytes that are free, or would be without the idle files."""
+        return self._free_bytes() + self._files.idle_bytes
 
     def _release(self, artifact_digest: str) -> None:
         if self._files.release(artifact_digest):

@@ -41,7 +41,7 @@ from worker.evaluation.outcome import Outcome, Progress, computed_in, software_v
 from worker.evaluation.prompts import built_in_prompts
 from worker.evaluation.requests import EvaluationRequest
 from worker.evaluation.tally import Tally
-from worker.mailbox import AdapterFile, Compare, Compared, Ready, Sampling, Submit
+from worker.mailbox import AdapterFile, Compare, Compared, Ready, Sampling, Submit, Urgency
 from worker.text.chat import Message
 from worker.text.model import TextModel
 
@@ -175,7 +175,7 @@ class Evaluator:
         async with AsyncExitStack() as held:
             files: list[AdapterFile] = []
             for digest in (request.exact_artifact_digest, request.artifact_digest):
-                lease = await self._store.acquire(digest)
+                lease = await self._store.acquire(digest, Urgency.ASKED)
                 held.callback(lease.release)
                 await self._versions.check(lease.file, request.version_digest)
                 files.append(lease.file)

@@ -37,7 +37,7 @@ def artifacts(served: ArtifactServer) -> ArtifactServer:
     """The artifacts of all tests, with nothing said of this one's yet."""
     served.opened.clear()
     served.break_after.clear()
-    served.gate = None
+    served.gate, served.gate_at = None, 0
     return served
 
 

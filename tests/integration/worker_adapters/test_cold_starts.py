@@ -103,6 +103,29 @@ async def test_a_deadline_that_the_load_cannot_meet_is_refused_at_once_and_the_a
     assert answer.finished.facts.adapter_load_time.ToNanoseconds() == 0
 
 
+async def test_a_fetch_that_outlasts_a_request_goes_on_to_the_device_and_one_whose_client_leaves_does_not(
+    front, steer, artifacts
+):
+    blob = bytes(100_000)
+    digest = artifacts.add(blob)
+    artifacts.gate, artifacts.gate_at = asyncio.Event(), 1 << 16  # the first part comes
+    for _ in range(2):
+        answer = await front.generate(front.request(artifact=digest), within=2)
+        assert isinstance(answer.error, DeadlineUnreachable)
+        assert answer.error.retry_after_s
+    left = artifacts.add(b"whose client leaves")
+    artifacts.gate_at = 0
+    call = front.stub.Generate(front.request(artifact=left))
+    await front.status_where(lambda fields: left in fields["adapters"] and fields["adapters"][left].loading)
+    call.cancel()
+    await front.status_where(lambda fields: left not in fields["adapters"])
+    artifacts.gate.set()
+    await front.status_where(is_at(digest, DEVICE), within=20)
+    assert artifacts.opened[digest] == 1
+    answer = await front.generate(front.request(artifact=digest, max_tokens=2))
+    assert answer.finished.facts.tier_hit == DEVICE
+
+
 async def test_a_request_that_does_not_get_its_turn_is_told_so_before_its_deadline(base, tmp_path, artifacts):
     slow = {"STEP_S": "0.01", "CONTEXT": "4096", "TOTAL_BLOCKS": "1024"}
     async with (

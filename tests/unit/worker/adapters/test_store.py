@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 import pytest
 
 from common.adapter_format.packed import HEAD, PackedAdapter, PackedMatrix, pack
-from loraplex.errors import ArtifactNotFound, ArtifactUnreachable, CorruptArtifact, FailedPrecondition
+from loraplex.errors import ArtifactNotFound, ArtifactUnreachable, CorruptArtifact, FailedPrecondition, NoSpace
 from tests.artifact_source import QUICK, a_store, files, leftovers, until
 from worker.adapters.download import RetryPolicy
 from worker.adapters.places import Places
 from worker.adapters.source import ArtifactStream
 from worker.adapters.store import AdapterStore
+from worker.mailbox import Urgency
 
 
 async def test_a_lease_tells_what_of_its_file_does_not_go_into_the_arena(tmp_path, source):
@@ -78,7 +80,7 @@ async def test_a_download_that_stands_still_gives_its_place_to_the_next_and_goes
         await until(lambda: source.open_now == 2)
         source.gate.set()
         assert {(await first).fetched, (await second).fetched} == {True}
-        assert store._places._free._value == 1  # given back once
+        assert store._places.num_free == 1  # given back once
 
 
 async def test_a_download_without_a_byte_for_too_long_is_given_up_and_told(tmp_path, source):
@@ -285,3 +287,68 @@ async def test_one_folder_has_one_owner(tmp_path, source):
                 pass
     async with a_store(tmp_path, source):
         pass
+
+
+async def test_requests_are_fetched_before_prefetches_and_so_is_a_prefetch_that_one_joins(tmp_path, source):
+    running, *ahead = (source.add(bytes([n]) * 50) for n in range(4))
+    asked = source.add(b"asked")
+    source.gate.clear()
+    async with a_store(tmp_path, source, places=Places(1, patience_s=1e6)) as store:
+        waiting = [asyncio.create_task(store.acquire(running))]
+        await until(lambda: source.open_now == 1)
+        waiting += [asyncio.create_task(store.acquire(digest, Urgency.AHEAD)) for digest in ahead]
+        await until(lambda: all(store.is_fetching(digest) for digest in ahead))
+        waiting += [asyncio.create_task(store.acquire(digest)) for digest in (asked, ahead[2])]
+        await until(lambda: store.num_references == 6)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        source.gate.set()
+        await asyncio.gather(*waiting)
+    assert list(source.opened) == [running, ahead[2], asked, ahead[0], ahead[1]]
+
+
+async def test_a_fetch_that_somebody_stays_for_goes_on_whoever_leaves_it(tmp_path, source):
+    digest = source.add(b"x" * 100)
+    source.gate.clear()
+    async with a_store(tmp_path, source) as store:
+        store.stay(digest)()  # nothing is under way
+        for stays in (True, False):
+            waiting = asyncio.create_task(store.acquire(digest))
+            await until(lambda: source.open_now == 1)
+            leave = store.stay(digest)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            assert store.is_fetching(digest)
+            if stays:
+                leave()
+                assert not store.is_fetching(digest)
+                await until(lambda: source.open_now == 0)
+        source.gate.set()
+        (await store.acquire(digest)).release()
+        leave()
+        assert source.opened[digest] == 2
+
+
+async def test_whoever_is_late_hears_how_far_it_is_and_may_wait_on_or_raise(tmp_path, source):
+    digest = source.add(b"x" * 100)
+    source.gate.clear()
+    source.gate_at = 50
+    seen: list[tuple[int, Any, bool]] = []
+    now = [0.0]
+    async with a_store(tmp_path, source, clock=lambda: now[0]) as store:
+        first = asyncio.create_task(store.acquire(digest))
+        await until(lambda: source.open_now == 1 and store._fetches[digest].progress.num_bytes >= 49)
+        now[0] = 5.0
+
+        def late(progress, told_now):
+            seen.append((progress.num_bytes, progress.left_s(told_now), store.is_fetching(digest)))
+            return None if len(seen) == 1 else NoSpace("had enough")
+
+        with pytest.raises(NoSpace, match="had enough"):
+            await store.acquire(digest, within_s=0.01, on_late=late)
+        num_bytes = seen[0][0]
+        assert seen == [(num_bytes, pytest.approx((100 - num_bytes) * 5 / num_bytes), True)] * 2
+        assert store.left_s(digest) == seen[0][1]
+        source.gate.set()
+        await first
+        assert store.left_s(digest) is None

@@ -6,13 +6,18 @@ import asyncio
 import errno
 import os
 import random
+import threading
 
 import pytest
 
 from loraplex.errors import ArtifactUnreachable, FailedPrecondition, NoSpace
 from tests.artifact_source import a_store, files, leftovers, until, use
 from worker.adapters import download as download_module
+from worker.adapters import store as store_module
 from worker.adapters.download import Partial
+from worker.adapters.outside import outside_of
+from worker.adapters.places import Places
+from worker.mailbox import Urgency
 
 
 async def test_the_least_recently_used_idle_file_makes_room(tmp_path, source):
@@ -219,3 +224,65 @@ async def test_churn_keeps_to_the_budget_and_never_serves_wrong_bytes(tmp_path, 
         assert not store.num_references
         assert not store._fetches
     assert leftovers(tmp_path) == []
+
+
+async def test_one_that_waits_for_room_neither_holds_up_one_that_fits_nor_keeps_its_place(tmp_path, source):
+    used, large, small = source.add(b"u" * 600), source.add(b"l" * 900), source.add(b"s" * 100)
+    async with a_store(tmp_path, source, places=Places(1, patience_s=1e6)) as store:
+        lease = await store.acquire(used)
+        waiting = asyncio.create_task(store.acquire(large))
+        await until(lambda: source.open_now == 1)
+        async with asyncio.timeout(5):
+            (await store.acquire(small)).release()
+        assert files(tmp_path) == {used, small}
+        lease.release()
+        (await waiting).release()
+        assert files(tmp_path) == {large}
+
+
+async def test_a_prefetch_that_waits_for_room_lets_a_request_have_it_first(tmp_path, source):
+    used, ahead, wanted = source.add(b"u" * 900), source.add(b"a" * 800), source.add(b"w" * 700)
+    async with a_store(tmp_path, source) as store:
+        lease = await store.acquire(used)
+        prefetch = asyncio.create_task(store.acquire(ahead, Urgency.AHEAD))
+        await until(lambda: source.open_now == 1)
+        request = asyncio.create_task(store.acquire(wanted))
+        await until(lambda: source.open_now == 2)
+        lease.release()
+        async with asyncio.timeout(10):
+            lease = await request
+        assert not prefetch.done()
+        joined = asyncio.create_task(store.acquire(ahead))
+        lease.release()
+        for each in (await joined, await prefetch):
+            each.release()
+
+
+async def test_who_leaves_when_all_has_come_leaves_nothing_on_the_disk(tmp_path, source, monkeypatch):
+    digest = source.add(b"x" * 100)
+    reading, go_on = threading.Event(), threading.Event()
+
+    def slowly(path):
+        reading.set()
+        assert go_on.wait(30)
+        return outside_of(path)
+
+    monkeypatch.setattr(store_module, "outside_of", slowly)
+    async with a_store(tmp_path, source) as store:
+        waiting = asyncio.create_task(store.acquire(digest))
+        assert await asyncio.to_thread(reading.wait, 30)
+        fetch = store._fetches[digest].task
+        assert fetch is not None
+        waiting.cancel()
+        await asyncio.wait([waiting, fetch])
+        go_on.set()
+        assert (leftovers(tmp_path), files(tmp_path), store.cached_bytes) == ([], set(), 0)
+
+
+async def test_a_file_that_cannot_get_its_name_leaves_nothing_on_the_disk(tmp_path, source):
+    digest = source.add(b"x" * 100)
+    async with a_store(tmp_path, source) as store:
+        (tmp_path / "artifacts" / digest).mkdir()
+        with pytest.raises(ArtifactUnreachable, match="cannot be written"):
+            await store.acquire(digest)
+        assert leftovers(tmp_path) == []
