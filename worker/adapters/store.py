@@ -37,6 +37,7 @@ log = structlog.get_logger(__name__)
 
 DEFAULT_PLACES: Final = 8
 """Downloads that get on at a time."""
+_RETRY_AFTER_S: Final = 1.0
 
 
 @dataclass(slots=True)
@@ -333,6 +334,7 @@ class AdapterStore:
             beside = " beside those pinned" if kept_bytes else ""
             raise NoSpace(
                 f"the adapter has {size_bytes} bytes, the worker's cache takes {limit}{beside}; raise cache_bytes",
+                retry_after_s=_RETRY_AFTER_S if size_bytes <= self._budget_bytes else None,
                 limit=limit,
                 length=size_bytes,
             )
