@@ -218,6 +218,7 @@ class Client:
         *,
         base_id: str = "",
         quantization: str = "",
+        weights_sha256: str = "",
         progress: Callable[[ImportProgress], None] = lambda _: None,
         timeout_s: float | None = None,
     ) -> AdapterRegistration:
@@ -225,10 +226,11 @@ class Client:
 
         `source` is hf://owner/repo[/folder][@revision], s3://, gs:// or az://bucket/prefix, https://host/folder/, or a
         path below the registry's import root; the registry's settings say which it takes, and its credentials are used.
-        `progress` is told how far it is. Else as `add_adapter`. Raises SourceNotFound, SourceForbidden, SourceTimeout
-        and SourceUnreachable. Whoever leaves early ends the import.
+        `weights_sha256` is what adapter_model.safetensors must have, if given: else CorruptArtifact, naming it as the
+        field. `progress` is told how far it is. Else as `add_adapter`. Raises SourceNotFound, SourceForbidden,
+        SourceTimeout and SourceUnreachable. Whoever leaves early ends the import.
         """
-        request = wire.import_request(name, source, base_id, quantization)
+        request = wire.import_request(name, source, base_id, quantization, weights_sha256)
         registered: adapter_pb2.UploadArtifactResponse | None = None
         with self._registry.calls():
             call = self._adapters.ImportAdapter(

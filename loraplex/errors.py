@@ -28,6 +28,7 @@
     │   ├── QueueFull                  RESOURCE_EXHAUSTED   QUEUE_FULL
     │   ├── TooLarge                   RESOURCE_EXHAUSTED   TOO_LARGE
     │   ├── NoSpace                    RESOURCE_EXHAUSTED   NO_SPACE
+    │   │   └── DeviceFull             RESOURCE_EXHAUSTED   DEVICE_FULL
     │   └── DeadlineUnreachable        RESOURCE_EXHAUSTED   DEADLINE_UNREACHABLE
     ├── DeadlineExceeded               DEADLINE_EXCEEDED    DEADLINE_EXCEEDED
     │   ├── RequestTimeout             DEADLINE_EXCEEDED    REQUEST_TIMEOUT
@@ -244,9 +245,15 @@ class TooLarge(ResourceExhausted):
 
 
 class NoSpace(ResourceExhausted):
-    """The disk has no room."""
+    """The disk has no room; of a worker's device see DeviceFull."""
 
     reason = "NO_SPACE"
+
+
+class DeviceFull(NoSpace):
+    """Pinned adapters, or those in use, leave too little of a worker's device; later or elsewhere there may be room."""
+
+    reason = "DEVICE_FULL"
 
 
 class DeadlineUnreachable(ResourceExhausted):

@@ -199,10 +199,14 @@ def adapter_version(message: adapter_pb2.AdapterVersion) -> AdapterVersion:
     )
 
 
-def import_request(name: str, source: str, base_id: str, form: str) -> adapter_pb2.ImportAdapterRequest:
+def import_request(
+    name: str, source: str, base_id: str, form: str, weights_sha256: str
+) -> adapter_pb2.ImportAdapterRequest:
     """Return the message. Raises InvalidRequest for text that cannot be sent."""
     try:
-        return adapter_pb2.ImportAdapterRequest(name=name, source=source, base_id=base_id, format=quantization(form))
+        return adapter_pb2.ImportAdapterRequest(
+            name=name, source=source, base_id=base_id, format=quantization(form), weights_sha256=weights_sha256
+        )
     except ValueError as error:  # a lone surrogate
         raise InvalidRequest(f"name or source cannot be sent: {error}") from error
 

@@ -366,6 +366,7 @@ class EngineClient:
 
 
 def _error_of(failure: Failure | FailedLoad) -> LoraplexError:
-    error = BY_REASON.get(failure.reason, LoraplexError)(failure.message)
+    kind = BY_REASON.get(failure.reason, LoraplexError)
+    error = kind(failure.message, retry_after_s=failure.retry_after_s)
     error.metadata = dict(failure.metadata)
     return error

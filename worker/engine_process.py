@@ -231,7 +231,7 @@ def describe(error: Exception) -> Problem:
             f"the adapter's file cannot be read on this worker ({error.strerror}); trying again fetches it anew"
         )
     if isinstance(error, LoraplexError):
-        return Problem(error.reason, error.message, error.metadata)
+        return Problem(error.reason, error.message, error.metadata, error.retry_after_s)
     log.error("engine.load_raised", exc_info=error)
     return Problem("INTERNAL", "the adapter could not be loaded; the worker's log says why")
 

@@ -232,6 +232,8 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     reason: str
     message: str
     metadata: dict[str, str] = {}
+    retry_after_s: float | None = None
+    """When trying again may help; None where nobody knows that it ever will."""
 
 
 class FailedLoad(msgspec.Struct, frozen=True, array_like=True):
@@ -241,6 +243,7 @@ class FailedLoad(msgspec.Struct, frozen=True, array_like=True):
     reason: str
     message: str
     metadata: dict[str, str] = {}
+    retry_after_s: float | None = None
 
 
 class AdapterOnDevice(msgspec.Struct, frozen=True, array_like=True):

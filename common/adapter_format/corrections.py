@@ -4,7 +4,8 @@ A row's step is set by its largest value, and nothing but its scale can be chose
 gains, and the best of many scales is some 2 % better than the simplest. So a row with an outlier, or a module of one
 or two rows that happen to be wide, loses more than others do. One more rank row mends it: what rounding a row of one
 factor has lost, rounded anew with a step of its own, beside the stored row of the other factor. What is left of that
-row's error is then the other factor's.
+row's error is then the other factor's. A module that GPUs would compute without corrections gets no more of them than
+they compute, so that the largest lose what rounding loses.
 """
 
 from __future__ import annotations
@@ -38,21 +39,28 @@ class Rounded:
     weights: NDArray[np.float64]
 
 
-def max_corrections(rank: int, longest_row: int = 0) -> int:
-    """Return how many rank rows a module of `rank`, with rows of so many values at most, may get in addition."""
-    return max(1, rank // (_ROWS_PER_CORRECTION if longest_row < _LONG_ROW else _LONG_ROWS_PER_CORRECTION))
+def max_corrections(rank: int, longest_row: int = 0, most_rows: int | None = None) -> int:
+    """Return how many rank rows a module of `rank`, with rows of so many values at most, may get in addition.
+
+    With them it has no more than `most_rows`, unless it has without.
+    """
+    num = max(1, rank // (_ROWS_PER_CORRECTION if longest_row < _LONG_ROW else _LONG_ROWS_PER_CORRECTION))
+    return num if most_rows is None or rank > most_rows else min(num, most_rows - rank)
 
 
-def corrected(rounded: Rounded, factors: Factors, off: Factors, error: float) -> tuple[Rounded, float]:
+def corrected(
+    rounded: Rounded, factors: Factors, off: Factors, error: float, most_rows: int | None = None
+) -> tuple[Rounded, float]:
     """Return the module with as many corrections as it needs and may have, and its relative error then.
 
-    `factors` and `off` (stored less exact) are of this module alone, [1, R, L]; `error` is what `rounded` loses.
+    `factors` and `off` (stored less exact) are of this module alone, [1, R, L]; `error` is what `rounded` loses. Of
+    `most_rows` see `max_corrections`.
     """
     rank = len(rounded.weights)
     exact = {"a": factors.a[0], "b": factors.b[0]}
     lost = {"a": off.a[0].copy(), "b": off.b[0].copy()}
     other = {"a": "b", "b": "a"}
-    for _ in range(max_corrections(rank, max(factors.a.shape[2], factors.b.shape[2]))):
+    for _ in range(max_corrections(rank, max(factors.a.shape[2], factors.b.shape[2]), most_rows)):
         if error <= INT8_ERROR:
             break
         sizes = {f: rounded.weights[:rank] * _norms(lost[f]) * _norms(exact[other[f]]) for f in "ab"}

@@ -20,7 +20,7 @@ from threadpoolctl import threadpool_limits
 from common.adapter_format.choice import Candidate, choose_affordable
 from common.adapter_format.corrections import INT8_ERROR, Rounded, corrected
 from common.adapter_format.factors import Factors, Floats, gram, mixed, principal, relative_errors
-from common.adapter_format.modules import EMBEDDING, PackedAdapter, PackedModule
+from common.adapter_format.modules import EMBEDDING, HEAD, PackedAdapter, PackedModule
 from common.adapter_format.parts import (
     FORMAT_INT4,
     FORMAT_INT8,
@@ -34,6 +34,7 @@ from common.adapter_format.parts import (
 )
 from common.adapter_format.rounding import INT8_MAX, binary_exponents, round_int4, round_int8
 from loraplex.errors import InvalidParameter, UnsupportedAdapter
+from loraplex.ranks import MAX_GPU_RANK
 
 _STACK_VALUES: Final = 2**22  # quantized at a time: bounds the memory, and the temporaries stay near the caches
 _MAX_ROTATED_RANK: Final = 256
@@ -137,7 +138,9 @@ def _int8(stack: _Stack) -> Iterator[tuple[int, Candidate]]:
         better = one
         if error > INT8_ERROR:
             own, own_off = (Factors(some.a[index : index + 1], some.b[index : index + 1]) for some in (factors, off))
-            better, error = corrected(one, own, own_off, error)  # noqa: PLW2901 - the error of what is stored
+            # What is as large as the vocabulary lies beside the arena, and is of any rank on every device.
+            most_rows = None if stack.names[index] in (EMBEDDING, HEAD) else MAX_GPU_RANK
+            better, error = corrected(one, own, own_off, error, most_rows)  # noqa: PLW2901 - the error of what is stored
         yield at, Candidate((_int8_part(better),), error)
 
 

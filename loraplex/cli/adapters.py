@@ -59,6 +59,15 @@ def add(
             show_default=False,
         ),
     ] = None,
+    sha256: Annotated[
+        str,
+        typer.Option(
+            "--sha256",
+            metavar="HEX",
+            help="What adapter_model.safetensors must have; another file is refused.",
+            show_default=False,
+        ),
+    ] = "",
     wait: Wait = None,
     router: Router = ROUTER,
     registry: Registry = REGISTRY,
@@ -70,7 +79,7 @@ def add(
     that breaks off. Requests in flight finish on the old version, new ones take the new one.
     """
     with Client(router, registry) as client:
-        done = registering.register(client, name, source, base_id, quantization or "", quiet=as_json)
+        done = registering.register(client, name, source, base_id, quantization or "", sha256, quiet=as_json)
         visible = _wait_for_router(client, name, done.adapter.current.artifact_digest, wait=wait)
     if as_json:
         output.print_json({**output.jsonable(done), "router_knows": visible})

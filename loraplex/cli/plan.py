@@ -87,7 +87,7 @@ def plan(
     ] = None,
     disk: Annotated[str | None, typer.Option("--disk", metavar="SIZE", help="Bytes a second, e.g. 3GB.")] = None,
     object_store: Annotated[
-        str | None, typer.Option("--object-store", metavar="SIZE", help="Bytes a second, e.g. 200MB.")
+        str | None, typer.Option("--object-store", metavar="SIZE", help="Of the base: bytes a second, e.g. 200MB.")
     ] = None,
     host_link: Annotated[
         str | None, typer.Option("--host-link", metavar="SIZE", help="Host memory to device (PCIe), bytes a second.")
@@ -202,16 +202,12 @@ def _print(plan: Plan) -> None:
         empty="",
     )
     out.print("")
-    base = {load.source: load.seconds for load in plan.base_loads}
+    adapter, base = ({load.source: load.seconds for load in loads} for loads in (plan.adapter_loads, plan.base_loads))
     output.print_table(
         ["from", f"#an adapter, r={plan.adapter.rank} {plan.adapter.format}", "#the base"],
         [
-            (
-                load.source,
-                output.duration(load.seconds),
-                output.duration(base[load.source]) if load.source in base else "",
-            )
-            for load in plan.adapter_loads
+            (source, *(output.duration(some[source]) if source in some else "" for some in (adapter, base)))
+            for source in {**adapter, **base}
         ],
         empty="",
     )

@@ -14,14 +14,13 @@ from typing import Final, Literal
 
 from loraplex.errors import InvalidParameter
 from loraplex.planning.shapes import DTYPE_BYTES, SITES, ModelShape
+from loraplex.ranks import MAX_GPU_RANK
 
 Layout = Literal["records", "table"]
 
 FORMATS: Final = ("int8", "int4", "none")
 BLOCK_TOKENS: Final = 16
 """Positions of one KV block."""
-MAX_TABLE_RANK: Final = 256
-"""The largest rank that workers on GPUs compute."""
 
 _INT4_GROUP: Final = 64
 _INT4_SHARE: Final = 0.3  # of the 16-bit bytes: what the registry spends on int4 at most
@@ -127,9 +126,9 @@ def adapter_shape(
 
 def weigh(shape: ModelShape, adapter: AdapterShape, layout: Layout, chunk_bytes: int) -> Weight:
     """Return what an adapter takes in an arena of such chunks. Raises InvalidParameter for one that cannot be there."""
-    if layout == "table" and adapter.max_rank > MAX_TABLE_RANK:
+    if layout == "table" and adapter.max_rank > MAX_GPU_RANK:
         raise InvalidParameter(
-            f"--rank is {adapter.max_rank}; workers on GPUs compute up to {MAX_TABLE_RANK}", field="rank"
+            f"--rank is {adapter.max_rank}; workers on GPUs compute up to {MAX_GPU_RANK}", field="rank"
         )
     pieces: Counter[int] = Counter()
     for part, count in Counter(part for parts in adapter.modules.values() for part in parts).items():
@@ -176,7 +175,7 @@ def table_bytes_per_slot(shape: ModelShape) -> int:
     for names in SITES:
         for name in names:
             ranges += sum(-(-size // _TABLE_COLUMNS) for size in sizes[name])
-    tiles = -(-MAX_TABLE_RANK // _TILE_RANKS) + 1
+    tiles = -(-MAX_GPU_RANK // _TILE_RANKS) + 1
     return shape.num_layers * (-(-ranges * tiles // 16) * 16) * 8
 
 

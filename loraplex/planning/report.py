@@ -85,13 +85,18 @@ def make_plan(
         adapter=adapter,
         memory=memory,
         fits=fits,
-        adapter_loads=load_times(wanted.file_bytes, device, links),
-        base_loads=tuple(load for load in load_times(memory.base_bytes, device, links) if load.source != "host memory"),
+        # Adapters come to a worker from its registry alone, over the network; a base is not kept in host memory.
+        adapter_loads=_from_all_but("object store", load_times(wanted.file_bytes, device, links)),
+        base_loads=_from_all_but("host memory", load_times(memory.base_bytes, device, links)),
         traffic=traffic,
         fleet=fleet,
         assumptions=tuple(_assumptions(device, worker, adapter, links, fleet)),
         warnings=tuple(_warnings(worker, memory, adapter, fits)),
     )
+
+
+def _from_all_but(source: str, loads: Sequence[LoadTime]) -> tuple[LoadTime, ...]:
+    return tuple(load for load in loads if load.source != source)
 
 
 def _fit(shape: ModelShape, memory: MemoryAccount, kind: AdapterKind) -> Fit:

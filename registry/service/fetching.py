@@ -56,7 +56,10 @@ class _Stalled(Exception):
 
 
 class Fetch:
-    """One import's way in. `on_progress` is called on the event loop."""
+    """One import's way in. `on_progress` is called on the event loop.
+
+    The weights must have the SHA-256 that is asked for, where one is.
+    """
 
     def __init__(
         self,
@@ -65,12 +68,14 @@ class Fetch:
         artifacts: ArtifactFolder,
         limits: FetchLimits,
         on_progress: Callable[[Progress], None] = lambda _: None,
+        weights_sha256: str = "",
     ) -> None:
         self._source = source
         self._folder = folder
         self._artifacts = artifacts
         self._limits = limits
         self._on_progress = on_progress
+        self._weights_sha256 = weights_sha256
         self._rng = random.Random()  # noqa: S311 - jitter, not a secret
         self._whole_bytes = 0  # of the files that are whole
         self.origin = ""
@@ -84,7 +89,8 @@ class Fetch:
             async with asyncio.timeout(self._limits.total_s) as deadline:
                 self.origin = await self._locate()
                 config = await self._file(CONFIG_FILE, min(MAX_CONFIG_BYTES, self._limits.max_bytes))
-                weights = await self._file(WEIGHTS_FILE, self._limits.max_bytes - self._whole_bytes)
+                limit_bytes = self._limits.max_bytes - self._whole_bytes
+                weights = await self._file(WEIGHTS_FILE, limit_bytes, self._weights_sha256)
         except TimeoutError as error:
             if not deadline.expired():
                 raise
@@ -111,9 +117,9 @@ class Fetch:
             tries += 1
             await self._pause(failure, tries, "the source")
 
-    async def _file(self, name: str, limit_bytes: int) -> Path:
+    async def _file(self, name: str, limit_bytes: int, asked_sha256: str = "") -> Path:
         file = await asyncio.to_thread(IncomingFile, self._folder / name)
-        fetch = _FileFetch(self, file, name, limit_bytes)
+        fetch = _FileFetch(self, file, name, limit_bytes, asked_sha256)
         tries, most_bytes = 0, 0
         try:
             while True:
@@ -164,8 +170,9 @@ class Fetch:
 class _FileFetch:
     """One file of a fetch, over as many attempts as it takes."""
 
-    def __init__(self, fetch: Fetch, file: IncomingFile, name: str, limit_bytes: int) -> None:
+    def __init__(self, fetch: Fetch, file: IncomingFile, name: str, limit_bytes: int, asked_sha256: str) -> None:
         self._fetch = fetch
+        self._asked_sha256 = asked_sha256
         self._file = file
         self._name = name
         self._limit_bytes = limit_bytes
@@ -187,6 +194,7 @@ class _FileFetch:
                 f"{self.what} is truncated: {file.size_bytes} of {opened.size_bytes} bytes came", field="source"
             )
         if opened.sha256 is None or opened.sha256 == file.sha256:
+            self._check_asked(file.sha256)
             return
         if self._has_mismatched:
             raise CorruptArtifact(
@@ -230,9 +238,19 @@ class _FileFetch:
             await asyncio.to_thread(self._file.restart)
             if opened.offset:
                 raise SourceUnreachable(f"{self.what} changed while it was read", field="source")
+        if opened.sha256 is not None:
+            self._check_asked(opened.sha256)  # before the first byte, where the source tells
         if opened.size_bytes is not None:
             self._check_size(opened.size_bytes, None)
             self._fetch.require_space(opened.size_bytes - self._file.size_bytes)
+
+    def _check_asked(self, sha256: str) -> None:
+        if self._asked_sha256 and sha256 != self._asked_sha256:
+            raise CorruptArtifact(
+                f"{self.what} has SHA-256 {sha256[:12]}..., and {self._asked_sha256[:12]}... was asked for",
+                file=self._name,
+                field="weights_sha256",
+            )
 
     def _check_size(self, size_bytes: int, told_bytes: int | None) -> None:
         if told_bytes is not None and size_bytes > told_bytes:

@@ -11,6 +11,8 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
+from loraplex.digests import is_digest
+from loraplex.errors import InvalidParameter
 from loraplex.registry.v1 import adapter_pb2
 from registry.artifacts import ArtifactFolder
 from registry.service.fetching import Fetch, Progress
@@ -59,9 +61,14 @@ class Imports:
     ) -> adapter_pb2.UploadArtifactResponse:
         started = time.monotonic()
         source = self._places.source(request.source)
+        if request.weights_sha256 and not is_digest(request.weights_sha256):
+            raise InvalidParameter(
+                "weights_sha256 is no SHA-256; give its 64 hex digits in lower case, or leave it out",
+                field="weights_sha256",
+            )
         target = await self._registering.admit(request.name, request.base_id, request.format)
         async with self._turns.one(), self._registering.folder() as folder:
-            fetch = Fetch(source, folder, self._artifacts, self._limits, telling.tell)
+            fetch = Fetch(source, folder, self._artifacts, self._limits, telling.tell, request.weights_sha256)
             files = await fetch.run()
             return await self._registering.register(files, target, folder, origin=fetch.origin, started=started)
 

@@ -215,6 +215,7 @@ async def test_an_over_long_prompt_gets_to_the_worker_that_tells_its_length(
         errors.Draining("d"),
         errors.QueueFull("q"),
         errors.NoSpace("n"),
+        errors.DeviceFull("f"),
         errors.EngineDown("e"),
         errors.ArtifactUnreachable("a"),
     ],

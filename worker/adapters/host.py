@@ -1,8 +1,9 @@
-"""The host tier: adapters in page-locked memory, from where they come to the device without their files. Policy alone.
+"""The host tier: adapters in page-locked memory, so that they come to the device without their files. Policy alone.
 
-Between device and disk on GPUs. A copy stays when its adapter leaves the device, and leaves itself by the rule of
-`worker.engine.idle` when others need its room. On CPUs there is none: the mapped file is in the host's memory already,
-and a second copy would only take room from the first. Where memory comes from is the allocator's to know.
+Between device and disk on GPUs. Its memory is not what the device reads: a load cuts tiles out of it, into a buffer of
+its own. A copy stays when its adapter leaves the device, and leaves itself by the rule of `worker.engine.idle` when
+others need its room. On CPUs there is none: the mapped file is in the host's memory already, and a second copy would
+only take room from the first. Where memory comes from is the allocator's to know.
 """
 
 from __future__ import annotations

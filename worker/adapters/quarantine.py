@@ -101,6 +101,11 @@ class Quarantine:
             del self._sentences[artifact_digest]
             self._on_change(artifact_digest)
 
+    def pardon(self, artifact_digest: str) -> None:
+        """Forget what an adapter failed with, its earlier failures too."""
+        if self._sentences.pop(artifact_digest, None) is not None:
+            self._on_change(artifact_digest)
+
     def source_is_back(self) -> None:
         """Let out all whose source could not be reached."""
         for digest in [digest for digest, sentence in self._sentences.items() if sentence.passing]:

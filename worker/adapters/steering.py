@@ -178,7 +178,8 @@ class Steering:
     async def unload(self, artifact_digest: str, *, from_disk: bool) -> Tier | None:
         """Take an adapter off the device, and off the disk if asked; returns where it was.
 
-        Raises FailedPrecondition while a request uses it or it is pinned.
+        With its file what it failed with is forgotten: the next request fetches it anew. Raises FailedPrecondition
+        while a request uses it or it is pinned.
         """
         if self.is_pinned(artifact_digest):
             raise FailedPrecondition("the adapter is pinned on this worker; unpin it first", field="artifact_digest")
@@ -194,6 +195,7 @@ class Steering:
         await carry_out(self._engine, lambda order_id: Unload(order_id, artifact_digest))
         if from_disk:
             self._store.remove(artifact_digest)
+            self._access.quarantine.pardon(artifact_digest)
         return tier
 
     async def pin(self, adapter: CheckedAdapter, artifact_bytes: int) -> Tier:

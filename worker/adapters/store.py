@@ -40,6 +40,7 @@ log = structlog.get_logger(__name__)
 
 DEFAULT_PLACES: Final = 8
 """Downloads that get on at a time."""
+_RETRY_AFTER_S: Final = 1.0
 
 OnLate = Callable[[Progress, float], LoraplexError | None]
 """Told how far a fetch is, and the time by the store's clock; returns what its waiter is to raise, None to wait on."""
@@ -414,6 +415,7 @@ class AdapterStore:
             beside = " beside those pinned" if kept_bytes else ""
             raise NoSpace(
                 f"the adapter has {size_bytes} bytes, the worker's cache takes {limit}{beside}; raise cache_bytes",
+                retry_after_s=_RETRY_AFTER_S if size_bytes <= self._budget_bytes else None,
                 limit=limit,
                 length=size_bytes,
             )

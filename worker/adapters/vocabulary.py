@@ -19,13 +19,14 @@ from torch import Tensor
 
 from common.adapter_format.packed import EMBEDDING, HEAD, PackedAdapter, PackedAffine, PackedMatrix, PackedModule
 from common.adapter_format.parts import dequantize
-from loraplex.errors import CorruptArtifact, ResourceExhausted, TooLarge
+from loraplex.errors import CorruptArtifact, DeviceFull, TooLarge
 from worker.adapters.outside import matrix_bytes, module_bytes
 from worker.kernels.linear import Linear
 from worker.kernels.vocabulary import EmbeddingChange, HeadChange, OutputAffine, VocabularyChange
 
 OPTION: Final = "max_vocabulary_bytes"
 DEFAULT_BYTES: Final = 2**30
+_RETRY_AFTER_S: Final = 1.0
 _DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -68,7 +69,7 @@ class VocabularyMemory:
         """Copy an adapter's parts of the vocabulary's size to the device; None where it has none.
 
         Raises CorruptArtifact for one that does not fit the base; TooLarge or, where others take up the room,
-        ResourceExhausted, naming the option.
+        DeviceFull, naming the option.
         """
         modules = {module.name: module for module in packed.modules if module.name in (EMBEDDING, HEAD)}
         matrices = {matrix.name: matrix for matrix in packed.matrices}
@@ -107,9 +108,10 @@ class VocabularyMemory:
                 limit=self._limit_bytes,
                 length=num_bytes,
             )
-        raise ResourceExhausted(
+        raise DeviceFull(
             f"{needs}, and adapters on the device leave {free_bytes} of {self._limit_bytes}; try again, or raise "
             f"{OPTION}",
+            retry_after_s=_RETRY_AFTER_S,
             field=OPTION,
             limit=self._limit_bytes,
             length=num_bytes,

@@ -15,7 +15,7 @@ from typing import Final
 from worker.engine.config import EngineConfig
 from worker.engine.memory import Memory
 from worker.engine.plan import ComparedPositions, ComparisonStep
-from worker.engine.refusal import Problem, adapter_too_large
+from worker.engine.refusal import Problem, adapter_too_large, device_full
 from worker.engine.request import Request
 from worker.engine.residency import Placement
 from worker.mailbox import AdapterFile, Compare, Compared, Failure
@@ -140,6 +140,8 @@ class Comparisons:
         if compare is None or self._memory.residency.is_loading:
             return None
         del self._waiting[compare.request_id]
+        if self._memory.residency.pinned:
+            return Failure(compare.request_id, *_BESIDE_PINNED)
         return Failure(
             compare.request_id,
             "TOO_LARGE",
@@ -216,6 +218,12 @@ class Comparisons:
         )
         self._in_step = step
         return step
+
+
+_BESIDE_PINNED: Final = device_full(
+    "both artifacts and the KV of the compared tokens do not fit this worker's device together beside those pinned; "
+    "unpin some, or try again later"
+)
 
 
 def _files(compare: Compare) -> Sequence[AdapterFile]:

@@ -173,7 +173,6 @@ _IN_USE: Final = Problem(
 )
 _UNLOADED: Final = Problem("FAILED_PRECONDITION", "the adapter was unloaded before it was on the device")
 _UNPINNED: Final = Problem("FAILED_PRECONDITION", "the adapter was unpinned before it was on the device")
-_NO_ROOM: Final = Problem(
-    "RESOURCE_EXHAUSTED",
-    "what is in use and what is pinned leave no room on the device for the adapter; try again later, or unpin others",
+_NO_ROOM: Final = refusal.device_full(
+    "what is in use and what is pinned leave no room on the device for the adapter; try again later, or unpin others"
 )

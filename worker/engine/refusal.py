@@ -1,4 +1,6 @@
-"""Requests that can never run, and the words for it. Reasons are those of `loraplex.errors`, by name only.
+"""Requests that cannot run, and the words for it. Reasons are those of `loraplex.errors`, by name only.
+
+What could never run here is told apart from what could, were it not for pinned adapters: that may be tried again.
 
 The front end checks the same before it submits; here the engine defends itself, since one bad row would fail a whole
 step for everyone.
@@ -16,13 +18,16 @@ from worker.mailbox import AdapterFile, Pin, Submit
 
 
 class Problem(NamedTuple):
-    """Why a request fails: reason, message and metadata of an error of loraplex.errors."""
+    """Why a request fails: reason, message, metadata and time to wait of an error of loraplex.errors."""
 
     reason: str
     message: str
     metadata: dict[str, str] = {}  # noqa: RUF012 - a named tuple's default; nobody writes to it
+    retry_after_s: float | None = None
 
 
+RETRY_AFTER_S: Final = 1.0
+"""When to ask again for what finds no room; where the router knows another worker, it asks there at once."""
 STEP_FAILED: Final = Problem(
     "INTERNAL", "the engine failed while it computed a step of this request; the worker's log says why"
 )
@@ -77,7 +82,21 @@ def max_known_tokens(submit: Submit, config: EngineConfig, pinned: Room = NONE) 
 
 
 def check(submit: Submit, config: EngineConfig, pinned: Room = NONE) -> Problem | None:
-    """Return why a request can never run here, or None. `pinned` is what others' adapters keep."""
+    """Return why a request cannot run here, or None. `pinned` is what others' adapters keep."""
+    problem = _check(submit, config, pinned)
+    if problem is None or pinned == NONE:
+        return problem
+    never = _check(submit, config, NONE)
+    return never or device_full(f"{problem.message}, or try again later: pinned adapters take the rest", problem)
+
+
+def device_full(message: str, of: Problem | None = None) -> Problem:
+    """Return the refusal of what only lacks room now, with the numbers of the problem that it is."""
+    numbers = {} if of is None else {key: value for key, value in of.metadata.items() if key != "field"}
+    return Problem("DEVICE_FULL", message, numbers, RETRY_AFTER_S)
+
+
+def _check(submit: Submit, config: EngineConfig, pinned: Room) -> Problem | None:
     prompt = submit.prompt_token_ids
     length = len(prompt)
     if not length:
@@ -120,6 +139,14 @@ def check(submit: Submit, config: EngineConfig, pinned: Room = NONE) -> Problem 
 
 def adapter_too_large(file: AdapterFile, config: EngineConfig, pinned: Room = NONE) -> Problem | None:
     """Return the refusal of an adapter that does not fit a device empty but for those pinned, beside one KV block."""
+    problem = _too_large(file, config, pinned)
+    if problem is None or pinned == NONE:
+        return problem
+    never = _too_large(file, config, NONE)
+    return never or device_full(f"{problem.message}, unpin some, or try again later", problem)
+
+
+def _too_large(file: AdapterFile, config: EngineConfig, pinned: Room) -> Problem | None:
     beside = " beside those pinned" if pinned.num_bytes else ""
     arena_bytes = max(0, (config.total_blocks - 2 - pinned.chunks) * config.adapter_chunk_bytes)
     bounds = [
@@ -183,10 +210,9 @@ def pin(order: Pin, pinned: Mapping[str, Pinned], config: EngineConfig, requests
 
 def cannot_start() -> Problem:
     """Return the refusal of a request for which pinned adapters leave no room, though nothing else is in use."""
-    return Problem(
-        "RESOURCE_EXHAUSTED",
-        "the adapters that are pinned on this worker leave too little memory for this request; unpin some or raise "
-        "arena_bytes",
+    return device_full(
+        "the adapters that are pinned on this worker leave too little memory for this request; unpin some, raise "
+        "arena_bytes, or try again later"
     )
 
 

@@ -1,4 +1,4 @@
-"""Page-locked memory for the host tier, from which a GPU reads by itself, beside its steps."""
+"""Page-locked memory for the host tier: how much, and from where. Loads cut from it what they send to the device."""
 
 from __future__ import annotations
 

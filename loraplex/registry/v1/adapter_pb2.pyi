@@ -1281,6 +1281,7 @@ class ImportAdapterRequest(_message.Message):
     BASE_ID_FIELD_NUMBER: _builtins.int
     FORMAT_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    WEIGHTS_SHA256_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The adapter's name."""
     base_id: _builtins.str
@@ -1291,6 +1292,8 @@ class ImportAdapterRequest(_message.Message):
     """Where it is: hf://owner/repo[/folder][@revision], s3://bucket/prefix, gs://bucket/prefix, az://container/prefix,
     https://host/folder/, or a path below the registry's import root, as it is or after file:.
     """
+    weights_sha256: _builtins.str
+    """Lower-case hex SHA-256 that adapter_model.safetensors must have, else nothing is registered; may be empty."""
     def __init__(
         self,
         *,
@@ -1298,10 +1301,11 @@ class ImportAdapterRequest(_message.Message):
         base_id: _builtins.str = ...,
         format: Global___AdapterFormat.ValueType = ...,
         source: _builtins.str = ...,
+        weights_sha256: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_id", b"base_id", "format", b"format", "name", b"name", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_id", b"base_id", "format", b"format", "name", b"name", "source", b"source", "weights_sha256", b"weights_sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

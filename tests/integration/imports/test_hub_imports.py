@@ -35,6 +35,16 @@ def repo(hub, adapter_folder):
     return hub
 
 
+async def test_weights_of_another_digest_than_was_asked_for_are_refused(registry, state_dir, repo, adapter_folder):
+    digest = hashlib.sha256((adapter_folder / WEIGHTS).read_bytes()).hexdigest()
+    error = await refusal(registry.events("hf://acme/sql", weights_sha256="ab" * 32), errors.CorruptArtifact)
+    assert error.field == "weights_sha256"
+    assert digest[:12] in error.message
+    assert await nothing_is_left(registry, state_dir)
+    await registry.import_("hf://acme/sql", weights_sha256=digest)
+    await delete(registry, "x")
+
+
 async def delete(registry, *names):
     for name in names:
         await registry.adapters.DeleteAdapter(a.DeleteAdapterRequest(name=name))

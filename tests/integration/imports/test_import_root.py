@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 
@@ -31,6 +32,15 @@ def root(import_root, adapter_folder):
 async def test_every_form_of_a_path_below_the_root_is_read(registry, root, form):
     registered = await registry.import_(form.format(root=root, name=root.name))
     assert registered.adapter.current.source == "file:sql"
+    await registry.adapters.DeleteAdapter(a.DeleteAdapterRequest(name="x"))
+
+
+async def test_a_folder_s_weights_are_held_against_the_digest_that_was_asked_for(registry, state_dir, root):
+    digest = hashlib.sha256((root / "sql" / WEIGHTS).read_bytes()).hexdigest()
+    error = await refusal(registry.events("sql", weights_sha256="ab" * 32), errors.CorruptArtifact)
+    assert error.field == "weights_sha256"
+    assert await nothing_is_left(registry, state_dir)
+    assert (await registry.import_("sql", weights_sha256=digest)).changed
     await registry.adapters.DeleteAdapter(a.DeleteAdapterRequest(name="x"))
 
 

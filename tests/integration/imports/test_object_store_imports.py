@@ -58,6 +58,8 @@ async def test_s3(tmp_path, base_folder, adapter_folder, endpoint, credentials):
         for source in ("s3://adapters/teams/a/sql", "s3://adapters/teams/a/sql/"):
             registered = await same_as_uploaded(registry, source, adapter_folder)
             assert registered.adapter.current.source == "s3://adapters/teams/a/sql/"
+        wrong = registry.events("s3://adapters/teams/a/sql", weights_sha256="ab" * 32)
+        assert (await refusal(wrong, errors.CorruptArtifact)).field == "weights_sha256"
         for source, missing in (
             ("s3://adapters/half", f"s3://adapters/half/{WEIGHTS}"),
             ("s3://adapters", f"s3://adapters/{CONFIG}"),

@@ -135,6 +135,30 @@ async def test_a_truncated_or_damaged_file_is_refused(registry, state_dir, serve
     await refused(registry, state_dir, server.base + folder, errors.SourceUnreachable)
 
 
+async def test_weights_that_are_not_those_that_were_asked_for_are_refused(
+    registry, state_dir, server, folder, adapter_folder
+):
+    raw = (adapter_folder / WEIGHTS).read_bytes()
+    actual, asked = (hashlib.sha256(some).hexdigest() for some in (raw, raw[::-1]))
+    source = server.base + folder
+    error = await refusal(registry.events(source, weights_sha256=asked), errors.CorruptArtifact)
+    assert (error.field, error.metadata["file"]) == ("weights_sha256", WEIGHTS)
+    assert actual[:12] in error.message
+    assert asked[:12] in error.message
+    assert await nothing_is_left(registry, state_dir)
+    assert len(server.asked(folder + WEIGHTS)) == 1  # it is not tried again
+    server.put(folder + WEIGHTS, Answer(raw, until=5000), Answer(raw))
+    assert (await registry.import_(source, weights_sha256=actual)).changed
+    await registry.adapters.DeleteAdapter(a.DeleteAdapterRequest(name="x"))
+
+
+@pytest.mark.parametrize("digest", ["x", "ab" * 31, "ab" * 33, "AB" * 32, "0x" + "ab" * 31])
+async def test_what_is_no_digest_is_refused_before_anything_is_fetched(registry, server, folder, digest):
+    error = await refusal(registry.events(server.base + folder, weights_sha256=digest), errors.InvalidParameter)
+    assert error.field == "weights_sha256"
+    assert not server.asked(folder + CONFIG)
+
+
 @pytest.mark.parametrize(
     "target",
     ["http://localhost:1/x", "http://169.254.169.254/latest/meta-data/", "http://[::1]:1/", "file:///etc/passwd",

@@ -160,6 +160,7 @@ async def test_defaults_of_left_out_features_are_tolerated(client: openai.AsyncO
     ("error", "kind", "retry_after"),
     [
         (errors.QueueFull("full", retry_after_s=2.2), openai.RateLimitError, "3"),
+        (errors.DeviceFull("pinned adapters take the rest", retry_after_s=1), openai.RateLimitError, "1"),
         (errors.EngineDown("down"), openai.InternalServerError, None),
         (errors.InvalidParameter("bad", field="min_tokens"), openai.BadRequestError, None),
         (errors.BaseMismatch("other base"), openai.ConflictError, None),

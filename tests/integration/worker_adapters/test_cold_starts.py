@@ -60,6 +60,16 @@ async def test_an_explicit_load_tries_an_adapter_in_quarantine_at_once(front, st
     assert answer.finished.facts.tier_hit == DEVICE
 
 
+async def test_unloading_from_the_disk_ends_a_quarantine_and_unloading_alone_does_not(front, steer, artifacts):
+    digest = artifacts.add(b"mended meanwhile")
+    front.app._access.quarantine.failed(digest, ArtifactNotFound("gone"), Stage.FETCH, time.monotonic() + 100)
+    await steer.unload(digest)
+    assert isinstance((await front.generate(front.request(artifact=digest))).error, ArtifactNotFound)
+    await steer.unload(digest, from_disk=True)
+    await front.status_where(lambda fields: digest not in fields["adapters"])
+    assert (await front.generate(front.request(artifact=digest, max_tokens=2))).finished
+
+
 async def test_a_file_that_was_damaged_on_the_disk_is_fetched_again_without_a_quarantine(front, steer, artifacts):
     digest = artifacts.add(b"as it should be")
     await steer.load(digest)

@@ -16,6 +16,7 @@ from loraplex.errors import (
     BaseMismatch,
     CorruptArtifact,
     DeadlineUnreachable,
+    DeviceFull,
     EngineDown,
     FailedPrecondition,
     InvalidRequest,
@@ -172,6 +173,19 @@ async def test_pins_that_would_leave_no_room_are_refused_with_what_helps(front, 
         await steer.pin(too_large, size=200_000)
     status = await front.status_where(is_at(first, DEVICE, pinned=True))
     assert [digest for digest, adapter in status["adapters"].items() if adapter.pinned] == [first]
+
+
+async def test_a_request_that_only_pins_leave_no_room_for_is_told_when_to_come_again(front, steer, artifacts):
+    kept = artifacts.add(b"k" * 40_000)  # of 64 chunks of 4096 bytes
+    large = artifacts.add(b"l" * 240_000)
+    await steer.pin(kept, size=40_000)
+    refused = await front.generate(front.request(artifact=large, max_tokens=2))
+    assert isinstance(refused.error, DeviceFull)
+    assert refused.error.retry_after_s == 1.0
+    with pytest.raises(DeviceFull):
+        await steer.load(large)
+    await steer.pin(kept, pinned=False)
+    assert (await front.generate(front.request(artifact=large, max_tokens=2))).finished
 
 
 async def test_a_pin_whose_size_was_told_wrong_is_dropped_once_that_shows(front, steer, artifacts):

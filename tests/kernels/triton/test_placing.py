@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -94,6 +96,22 @@ def test_only_the_first_of_the_granted_chunks_are_written(tmp_path: Path) -> Non
     assert placed.device_bytes <= placed.chunks_used * arena.chunk_bytes
     written = (arena.memory.view(CHUNKS, -1) != 0xFF).any(dim=1).nonzero().flatten().tolist()
     assert written == sorted(granted[: placed.chunks_used])
+
+
+@pytest.mark.parametrize("rank", [245, 256])
+def test_an_adapter_of_the_largest_rank_comes_to_the_device_in_int8_too(rank: int, tmp_path: Path) -> None:
+    of = config(128, 512)
+    adapters, placer = adapters_of(of, arena_of(of))
+    file = random_adapter(of, tmp_path / "a", ranks={"mlp.up_proj": rank}, seed=1, dtype="F32")
+    exact = open_packed(file)
+    outliers = []
+    for module in exact.modules:
+        a = module.a.copy()
+        a[:, 5] = 30 * np.abs(a).max()  # in every row, so that each would need a correction
+        outliers.append(replace(module, a=a))
+    packed = quantize(replace(exact, modules=tuple(outliers)), "int8").adapter
+    assert {module.rank for module in packed.modules} == {256}
+    assert len(placer._image(adapters._modules(packed, file)).chunks) > 0
 
 
 def test_chunks_smaller_than_a_tile_are_of_no_use() -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import torch
 
 from loraplex.errors import ResourceExhausted, UnsupportedAdapter
+from loraplex.ranks import MAX_GPU_RANK
 from worker.kernels.layout import Arena
 from worker.kernels.placing import PlacedModule, SiteShape
 from worker.kernels.tiles import Field, PlacedAdapter
@@ -18,9 +18,6 @@ from worker.kernels.triton.directory import AdapterImage, Geometry, TileTable, b
 from worker.kernels.triton.packed_parts import rank_part
 from worker.kernels.triton.tile_sizes import usable_chunk_bytes
 from worker.kernels.triton.tiles import Bytes, RankTile, affine_tiles, cut
-
-MAX_RANK: Final = 256
-"""Ranks for which the table has room."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +32,7 @@ class TablePlacer:
 
     def __init__(self, arena: Arena, sites: Sequence[SiteShape], *, num_slots: int) -> None:
         """Take the table's memory."""
-        self.geometry = Geometry(tuple(sites), MAX_RANK)
+        self.geometry = Geometry(tuple(sites), MAX_GPU_RANK)
         self._num_layers, self._chunk_bytes = arena.shape.num_layers, arena.chunk_bytes
         self._chunks = arena.memory.view(arena.num_chunks, arena.chunk_bytes)
         device = arena.memory.device
@@ -74,12 +71,12 @@ class TablePlacer:
         tiles: dict[tuple[int, int], list[tuple[RankTile, ...]]] = {}
         affines: dict[tuple[int, int], list[tuple[Bytes, ...]]] = {}
         for module in modules:
-            if sum(part.rank for part in module.parts) > MAX_RANK:
+            if sum(part.rank for part in module.parts) > MAX_GPU_RANK:
                 raise UnsupportedAdapter(
-                    f"{module.name} has a rank above {MAX_RANK}, the largest that workers on GPUs compute; register it "
-                    "with a lower rank, or serve it with workers on CPUs",
+                    f"{module.name} has a rank above {MAX_GPU_RANK}, the largest that workers on GPUs compute; "
+                    "register it with a lower rank, or serve it with workers on CPUs",
                     field="rank",
-                    limit=MAX_RANK,
+                    limit=MAX_GPU_RANK,
                 )
             by_layer = tiles.setdefault((module.site, module.index), [()] * self._num_layers)
             by_layer[module.layer] = cut(tuple(rank_part(part) for part in module.parts))

@@ -134,6 +134,29 @@ def test_a_row_with_an_outlier_gets_a_correction_and_the_error_told_is_that_of_b
     assert np.linalg.norm(alone - exact) / np.linalg.norm(exact) > INT8_ERROR  # it was needed
 
 
+def outliers_in(module: PackedModule, num_rows: int) -> PackedModule:
+    """The module with one value far beyond the others in each of its first rows of A."""
+    a = module.a.copy()
+    a[:num_rows, 7] = 12 * np.abs(a).max()
+    return PackedModule(module.name, module.rank, module.scale, "F32", a, module.b)
+
+
+@pytest.mark.parametrize(("rank", "stored_rank"), [(240, 255), (241, 256), (250, 256), (256, 256), (257, 273)])
+def test_corrections_take_no_module_beyond_the_rank_that_gpus_compute(rank, stored_rank, tmp_path):
+    wide = outliers_in(random_module(rank, 256, 128, 1), rank)
+    quantized = quantize(adapter_of(wide), "int8")
+    (stored,) = round_trip(quantized, tmp_path / "q").modules
+    assert stored.rank == stored_rank
+    assert quantized.errors[0] == pytest.approx(measured(wide, stored), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
+def test_what_lies_beside_the_arena_is_corrected_whatever_its_rank(name):
+    module = outliers_in(random_module(256, 64, 64, 1), 256)
+    wide = PackedModule(name, 256, module.scale, "F32", module.a, module.b)
+    assert quantize(adapter_of(wide), "int8").adapter.modules[0].rank == 272
+
+
 @pytest.mark.parametrize("form", ["int8", "int4"])
 def test_values_that_no_scale_can_hold_are_refused_by_name(form):
     huge = np.full((1, 16), 3e38, np.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -171,6 +172,20 @@ def test_what_is_no_folder_here_is_fetched_by_the_registry_and_shown(run, fake_c
     assert (asked.name, asked.base_id, asked.format) == ("sql", "tiny", adapter_pb2.ADAPTER_FORMAT_INT4)
     assert f"source   {source}" in run("adapter", "show", "sql").out
     assert not fake_cluster.uploads
+
+
+def test_the_digest_that_weights_must_have_goes_to_the_registry_or_is_held_against_the_folder(
+    run, fake_cluster, tiny_adapter
+):
+    digest = hashlib.sha256((tiny_adapter / "adapter_model.safetensors").read_bytes()).hexdigest()
+    assert run("adapter", "add", "sql", "hf://acme/sql", "--sha256", "ab" * 32).code == 0
+    assert fake_cluster.imports[0].weights_sha256 == "ab" * 32
+    for wrong, words in (("ab" * 32, digest[:12]), ("ab", "64 hex digits")):
+        ran = run("adapter", "add", "local", tiny_adapter, "--sha256", wrong)
+        assert ran.code == 1
+        assert words in ran.err
+    assert not fake_cluster.uploads
+    assert run("adapter", "add", "local", tiny_adapter, "--sha256", digest).code == 0
 
 
 def test_a_source_that_does_not_exist_is_told_as_the_registry_tells_it(run):

@@ -45,6 +45,8 @@ def test_json_holds_the_whole_account(plan) -> None:
     assert {(fit["rank"], fit["format"]) for fit in made["fits"]} >= {(16, "int8"), (64, "none")}
     assert made["fleet"]["num_workers"] >= made["fleet"]["for_tokens"] >= 1
     assert made["assumptions"]
+    assert [load["source"] for load in made["adapter_loads"]] == ["host memory", "disk", "network"]
+    assert [load["source"] for load in made["base_loads"]] == ["disk", "network", "object store"]
 
 
 def test_tables_are_for_people(run) -> None:
@@ -59,6 +61,8 @@ def test_tables_are_for_people(run) -> None:
     ):
         assert words in out
     assert "assumed: H200: 4800 GB/s" in out
+    (row,) = [line for line in out.splitlines() if line.strip().startswith("object store")]
+    assert len(row.split()) == 4  # the base alone comes from there: a name of two words, and a time with its unit
 
 
 def test_a_rank_of_its_own_gets_its_row_and_slots_are_warned_of(run) -> None:

@@ -71,8 +71,9 @@ async def test_who_does_not_fit_beside_what_is_kept_is_refused_and_holds_up_nobo
         waiting = asyncio.create_task(store.acquire(large))
         await until(lambda: source.open_now == 1)
         store.keep(kept, kept=True)
-        with pytest.raises(NoSpace, match="beside those pinned"):
+        with pytest.raises(NoSpace, match="beside those pinned") as refused:
             await waiting
+        assert refused.value.retry_after_s == 1.0
         (await store.acquire(small)).release()
         assert files(tmp_path) == {kept, small}
         store.keep(kept, kept=False)

@@ -251,3 +251,12 @@ def test_one_that_the_device_has_no_room_for_is_refused_and_waits_for_nothing(dr
     driver.run_until_idle(max_steps=5)
     assert driver.failed[asked].reason == "TOO_LARGE"
     assert "max_adapter_bytes" in driver.failed[asked].message
+
+
+def test_one_that_pins_leave_no_room_for_may_come_again(drive: Drive) -> None:
+    driver = drive(max_adapter_bytes=100)
+    driver.pin("pinned", 40)
+    asked = driver.compare(TOKENS, driver.file("exact", 40), driver.file("measured", 40))
+    driver.submit(adapter=driver.file("pinned", 40), max_tokens=1)
+    driver.run_until_idle(max_steps=9)
+    assert (driver.failed[asked].reason, driver.failed[asked].retry_after_s) == ("DEVICE_FULL", 1.0)

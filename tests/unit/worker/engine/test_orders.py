@@ -57,7 +57,7 @@ def test_loads_go_behind_requests_and_by_urgency(drive: Drive) -> None:
     driver.submit(adapter="r")
     driver.step()
     assert driver.started_loads == ["r", "z", "y"]
-    assert driver.failed[ahead].reason == "RESOURCE_EXHAUSTED"  # no slot is left, and nobody is in a hurry
+    assert driver.failed[ahead].reason == "DEVICE_FULL"  # no slot is left, and nobody is in a hurry
     driver.finish_loads()
     assert driver.steered.keys() == {pinned, asked}
 
@@ -246,8 +246,29 @@ def test_pins_leave_bytes_for_another_adapter(drive: Drive) -> None:
     assert driver.pin("a", 50) in driver.steered
     assert "max_adapter_bytes" in driver.failed[driver.pin("b", 10)].message
     too_large = driver.submit(adapter=driver.file("c", 51))
-    assert driver.failed[too_large].reason == "TOO_LARGE"
+    assert driver.failed[too_large].reason == "DEVICE_FULL"
     assert "beside those pinned" in driver.failed[too_large].message
+    assert driver.failed[too_large].retry_after_s == 1.0
+    never = driver.failed[driver.submit(adapter=driver.file("d", 101))]
+    assert (never.reason, never.retry_after_s) == ("TOO_LARGE", None)
+    assert "pinned" not in never.message
+    assert driver.failed[driver.load(driver.file("c", 51))].reason == "DEVICE_FULL"
+    assert driver.failed[driver.load(driver.file("d", 101))].reason == "TOO_LARGE"
+
+
+def test_a_prompt_that_is_too_long_for_pins_alone_may_come_again(drive: Drive) -> None:
+    # 32 chunks of 4 tokens; pins take 12 of them, an adapter of 144 bytes 10.
+    driver = drive(max_resident_adapters=9, chunk_bytes=16, adapter_chunk_bytes=16)
+    for name in "abcd":
+        driver.pin(name, 31)
+    large = driver.file("large", 144)
+    fits = driver.submit(40, 1, large)
+    refused = driver.failed[driver.submit(41, 1, large)]
+    assert (refused.reason, refused.retry_after_s) == ("DEVICE_FULL", 1.0)
+    assert refused.metadata == {"limit": "40", "length": "41"}
+    assert driver.failed[driver.submit(64, 1, large)].reason == "PROMPT_TOO_LONG"
+    driver.run_until_idle()
+    assert fits in driver.finished
 
 
 def test_a_pin_is_refused_that_would_leave_no_room_for_a_request_that_is_here(drive: Drive) -> None:
@@ -270,6 +291,7 @@ def test_a_request_that_pins_leave_no_room_for_after_all_is_refused_and_blocks_n
     stuck, base = driver.submit(adapter=driver.file("b", 20)), driver.submit()
     driver.run_until_idle()
     assert "pinned" in driver.failed[stuck].message
+    assert (driver.failed[stuck].reason, driver.failed[stuck].retry_after_s) == ("DEVICE_FULL", 1.0)
     assert base in driver.finished
 
 

@@ -121,7 +121,8 @@ def test_pins_leave_room_beside_the_arena_too(tmp_path: Path) -> None:
     fits, too_large = (
         driver.submit(adapter=driver.file(name, 1000, 990, size)) for name, size in (("c", 60), ("d", 61))
     )
-    assert driver.failed[too_large].message.endswith("beside those pinned; raise max_vocabulary_bytes")
+    assert driver.failed[too_large].reason == "DEVICE_FULL"
+    assert "beside those pinned; raise max_vocabulary_bytes" in driver.failed[too_large].message
     driver.run_until_idle()
     assert {fits, beside} <= driver.finished.keys()
 

@@ -26,7 +26,7 @@ from common.adapter_format.packed import (
     quantized_module,
 )
 from common.adapter_format.parts import dequantize
-from loraplex.errors import CorruptArtifact, ResourceExhausted, TooLarge
+from loraplex.errors import CorruptArtifact, DeviceFull, ResourceExhausted, TooLarge
 from tests.unit.worker.model.tiny import (
     BASE_DIGEST,
     VOCAB,
@@ -41,6 +41,7 @@ from tests.unit.worker.model.tiny import (
 )
 from worker.adapters.outside import NOTHING, outside_of
 from worker.engine.plan import ComparisonStep, SequenceStep
+from worker.engine_process import describe
 from worker.kernels.eager import EagerBackend
 from worker.kernels.interface import Backend
 from worker.kernels.reference import ReferenceBackend
@@ -276,9 +277,9 @@ def test_parts_count_against_their_own_budget(base: tuple[Any, Path], opener: Op
     opener.load(runner, 0, ADAPTERS["own of both"])
     assert memory.used_bytes == 2 * whole
     assert runner._adapters.get(0).chunks_used == 0
-    with pytest.raises(ResourceExhausted, match="max_vocabulary_bytes") as refused:
+    with pytest.raises(DeviceFull, match="max_vocabulary_bytes") as refused:
         opener.load(runner, 1, ADAPTERS["own of both"])
-    assert not isinstance(refused.value, TooLarge)
+    assert describe(refused.value).retry_after_s == 1.0
     assert memory.used_bytes == 2 * whole
     opener.load(runner, 1, ADAPTERS["own head"])
     assert memory.used_bytes == 2.5 * whole
