@@ -191,11 +191,12 @@ class WorkerAdapter:
 
 @dataclass(frozen=True, slots=True)
 class TierUse:
-    """How full a tier of a worker is."""
+    """How full a tier of a worker is. `max_adapters` is 0 where only bytes bound it."""
 
     used_bytes: int
     budget_bytes: int
     num_adapters: int
+    max_adapters: int = 0
 
 
 @dataclass(frozen=True, slots=True)

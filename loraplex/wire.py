@@ -415,7 +415,7 @@ def worker(message: fleet_pb2.Worker) -> Worker:
 
 
 def _tier_use(message: fleet_pb2.TierUse) -> TierUse:
-    return TierUse(message.used_bytes, message.budget_bytes, message.num_adapters)
+    return TierUse(message.used_bytes, message.budget_bytes, message.num_adapters, message.max_adapters)
 
 
 def adapter_outcome(message: fleet_pb2.AdapterOutcome) -> AdapterOutcome:

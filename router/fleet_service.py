@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import asdict
 from typing import Any, Final
 
 from grpc import aio
@@ -189,4 +190,4 @@ def _adapter_message(digest: str, residency: Residency, names: Sequence[str]) ->
 def _tier_message(use: TierUse | None) -> fleet_pb2.TierUse | None:
     if use is None:
         return None
-    return fleet_pb2.TierUse(used_bytes=use.used_bytes, budget_bytes=use.budget_bytes, num_adapters=use.num_adapters)
+    return fleet_pb2.TierUse(**asdict(use))

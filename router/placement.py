@@ -57,6 +57,8 @@ class TierUse:
     used_bytes: int
     budget_bytes: int
     num_adapters: int
+    max_adapters: int = 0
+    """0 where only bytes bound it."""
 
 
 NO_ADAPTERS: Final[Mapping[str, Residency]] = MappingProxyType({})

@@ -72,7 +72,7 @@ class Steering:
         self._pins: dict[str, asyncio.Task[None]] = {}  # each brings its adapter here and then holds its file
         self._pin_turn = asyncio.Lock()
         self._prefetches: dict[str, asyncio.Task[None]] = {}
-        self._to_device: set[str] = set()  # of those that are prefetched
+        self._to_device: dict[str, Urgency] = {}  # of those that are prefetched
         self._tasks: asyncio.TaskGroup | None = None
 
     async def __aenter__(self) -> Self:
@@ -133,20 +133,21 @@ class Steering:
             lease.release()
         return tier, time.monotonic() - began_s
 
-    def prefetch(self, adapter: CheckedAdapter, *, to_device: bool) -> Tier:
+    def prefetch(self, adapter: CheckedAdapter, *, to_device: bool, for_request: bool = False) -> Tier:
         """Start to bring an adapter to the disk, or to the device if there is room; returns where it is now.
 
-        Raises QueueFull where too many are under way.
+        `for_request` says that a request wants it that could not wait. Raises QueueFull where too many are under way.
         """
         digest = adapter.artifact_digest
         tier = self._where(digest) or Tier.SOURCE
         there = (Tier.DEVICE,) if to_device else (Tier.DEVICE, Tier.HOST, Tier.DISK)
         if tier in there:
             return tier
+        urgency = Urgency.REFUSED if for_request else Urgency.AHEAD
         under_way = self._prefetches.get(digest)
         if under_way is not None and not under_way.done():
             if to_device:
-                self._to_device.add(digest)
+                self._to_device[digest] = min(urgency, self._to_device.get(digest, urgency))
             return tier
         if len(self._prefetches) >= MAX_PREFETCHES:
             raise QueueFull(
@@ -155,7 +156,7 @@ class Steering:
                 limit=MAX_PREFETCHES,
             )
         if to_device:
-            self._to_device.add(digest)
+            self._to_device[digest] = urgency
         task = self._prefetches[digest] = self._start(lambda: self._prefetch(adapter))
         task.add_done_callback(lambda _: self._prefetch_ended(digest, task))
         return tier
@@ -226,7 +227,7 @@ class Steering:
         if expected_s is None or expected_s <= remaining_s:
             return
         with contextlib.suppress(QueueFull):
-            self.prefetch(adapter, to_device=True)
+            self.prefetch(adapter, to_device=True, for_request=True)
         raise DeadlineUnreachable(
             f"bringing the adapter to the device takes some {expected_s:.2g} s, and the deadline is in "
             f"{remaining_s:.2g} s; it is on its way now, so try again, or give more time",
@@ -259,14 +260,14 @@ class Steering:
     def _prefetch_ended(self, artifact_digest: str, task: asyncio.Task[None]) -> None:
         if self._prefetches.get(artifact_digest) is task:
             del self._prefetches[artifact_digest]
-            self._to_device.discard(artifact_digest)
+            self._to_device.pop(artifact_digest, None)
 
     async def _prefetch(self, adapter: CheckedAdapter) -> None:
         try:
             lease = await self._access.acquire(adapter, None)
             try:
-                if adapter.artifact_digest in self._to_device:
-                    await self._bring(lease.file, Urgency.AHEAD)
+                if (urgency := self._to_device.get(adapter.artifact_digest)) is not None:
+                    await self._bring(lease.file, urgency)
             finally:
                 lease.release()
         except LoraplexError as error:

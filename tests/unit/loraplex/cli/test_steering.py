@@ -77,10 +77,10 @@ def test_unloading_tells_where_it_was(run, fake_cluster):
 
 def test_workers_tell_their_tiers_and_what_is_pinned_or_refused(run):
     out = run("worker", "list").out
-    assert "device 1.5 MB/64.0 MB, disk 2.0 kB/1.0 GB" in out
+    assert "device 1.5 MB/64.0 MB (1/32), disk 2.0 kB/1.0 GB" in out
     assert "bad (disk, pinned, refused: CORRUPT_ARTIFACT)" in out
     (worker,) = run("worker", "list", "--json").json()["workers"]
-    assert worker["disk_tier"] == {"used_bytes": 2000, "budget_bytes": 10**9, "num_adapters": 0}
+    assert worker["disk_tier"] == {"used_bytes": 2000, "budget_bytes": 10**9, "num_adapters": 0, "max_adapters": 0}
     assert worker["host_tier"] is None
     assert worker["adapters"][1]["quarantine_end_time"] == "1970-01-01T00:01:00+00:00"
 
