@@ -26,7 +26,7 @@ from loraplex.worker.v1 import worker_pb2
 from router.catalog import Resolved, Version
 from router.fleet import Fleet
 from router.fleet_link import Flight
-from router.placement import Pick, PlacementRequest, in_quarantine, pick, prompt_tokens_on
+from router.placement import Pick, PlacementRequest, in_quarantine, is_warm, pick, prompt_tokens_on
 from router.traces import CallTrace
 from router.traffic import Traffic
 from router.worker_errors import worker_error, worker_lost
@@ -197,7 +197,8 @@ def _sequence_of(metadata: aio.Metadata) -> int | None:
 class Forwarder:
     """Places requests on the fleet. `on_retry` is told the reason whenever another worker is tried.
 
-    `traffic` is told of every request and tells on how many workers an adapter shall be.
+    `traffic` is told of every request, and of adapters that requests cannot wait for; it tells on how many workers an
+    adapter shall be.
     """
 
     def __init__(
@@ -292,13 +293,16 @@ class Forwarder:
         remaining_s: float,
         attempt: int,
     ) -> WorkerStream:
+        worker, version = choice.worker, job.resolved.version
         if choice.expected_s > remaining_s:
+            digest = placement.artifact_digest
+            if version is not None and not (is_warm(worker, digest) or in_quarantine(worker, digest)):
+                self._traffic.could_not_wait(worker.worker_id, version)  # so that the request can come again
             raise errors.DeadlineUnreachable(
                 f"the first token is expected in {choice.expected_s:.1f} s and the deadline is in {remaining_s:.1f} s",
                 retry_after_s=choice.expected_s - remaining_s,
                 expected_s=round(choice.expected_s, 3),
             )
-        worker = choice.worker
         flight = self._fleet.begin(worker.address, prompt_tokens_on(worker, placement), placement.artifact_digest)
         trace = CallTrace(worker.worker_id, attempt)
         call = self._fleet.stub(worker.address).Generate(
