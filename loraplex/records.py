@@ -248,7 +248,7 @@ class AdapterOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What an operator might do about the traffic that a router sees. `kind` is promote, throttle or merge.
+    """What an operator might do about what a router sees. `kind` is promote, throttle, merge or unmet_pin.
 
     `adapter` is empty where it is about a whole tenant, `worker_id` where it is about no worker in particular. Names of
     `figures` end in what they count: `_per_second`, `_ratio` or `_s`.

@@ -51,6 +51,7 @@ _ADVICE_KINDS: Final = {
     fleet_pb2.ADVICE_KIND_PROMOTE: "promote",
     fleet_pb2.ADVICE_KIND_THROTTLE: "throttle",
     fleet_pb2.ADVICE_KIND_MERGE: "merge",
+    fleet_pb2.ADVICE_KIND_UNMET_PIN: "unmet_pin",
 }
 _TIERS: Final = {
     generation_pb2.ADAPTER_TIER_UNSPECIFIED: "",

@@ -20,7 +20,7 @@ from router.catalog import Catalog, Version
 from router.fleet import Fleet
 from router.forward import to_worker_adapter
 from router.orders import Deliveries, Order, OrderKind
-from router.pins import PinPlanner, desired_pins, earlier
+from router.pins import PinAnswer, PinPlanner, UnmetPin, desired_pins, earlier
 from router.placement import State, WorkerView
 from router.traffic import Traffic
 from router.worker_calls import answer_of
@@ -61,6 +61,7 @@ class Steering:
         self._pins_again_s: float | None = None
         self._on_order = on_order
         self._deliveries = Deliveries()
+        self._pin_answers: dict[tuple[str, str], PinAnswer] = {}  # by worker id and artifact
         self._ended = asyncio.Event()
 
     async def run(self) -> None:
@@ -76,6 +77,13 @@ class Steering:
                 await _any_of((*changes, self._traffic.has_unmet), pause_s)
                 await asyncio.sleep(_GATHER_S)
                 has_changed = any(change.is_set() for change in changes)
+
+    def unmet_pins(self) -> dict[str, UnmetPin]:
+        """Return the pins that workers do not keep, by artifact digest, as far as it is known why."""
+        if not self._fleet.is_surveyed:
+            return {}
+        pins = desired_pins(self._catalog.snapshot.adapters.values())
+        return self._pins.unmet(pins, self._fleet.views(), self._pin_answers)
 
     def _look(self, tasks: asyncio.TaskGroup, *, has_changed: bool) -> float | None:
         """Send what is due; return when to look again though nothing changes."""
@@ -94,6 +102,10 @@ class Steering:
         orders: list[Order] = []
         if has_changed or (self._pins_again_s is not None and now_s >= self._pins_again_s):
             pins = desired_pins(self._catalog.snapshot.adapters.values())
+            here = {view.worker_id for view in views}
+            self._pin_answers = {
+                key: answer for key, answer in self._pin_answers.items() if key[0] in here and key[1] in pins
+            }
             plan = self._pins.plan(pins, views, now_s, in_step=self._catalog.in_step)
             due, again_s = self._deliveries.begin(plan.orders, now_s)
             orders += due
@@ -121,13 +133,23 @@ class Steering:
             await answer_of(call, order.worker_id)
         except LoraplexError as error:
             self._on_order(order.kind.value, error.reason)
+            self._note(order, error.message)
             log.warning("steering.refused", what=order.kind.value, **where, reason=error.reason, error=str(error))
         else:
             self._on_order(order.kind.value, "")
+            self._note(order, "")
             log.info("steering.told", what=order.kind.value, **where)
         finally:
             self._deliveries.end(order, self._clock())
             self._ended.set()
+
+    def _note(self, order: Order, refusal: str) -> None:
+        """Note what a worker answered to a pin."""
+        if order.kind is OrderKind.PIN:
+            key = order.worker_id, order.version.artifact_digest
+            before = self._pin_answers.get(key)
+            times = before.times if before is not None and before.epoch == order.epoch else 0
+            self._pin_answers[key] = PinAnswer(order.epoch, times + 1, refusal)
 
     def _call(self, order: Order) -> Any:
         """Begin a call to a worker that a view has named in this turn of the loop."""

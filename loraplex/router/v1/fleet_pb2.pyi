@@ -37,6 +37,8 @@ class _AdviceKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AdviceKind
     """Bound an adapter's or a tenant's requests: its loads push out what others ask for."""
     ADVICE_KIND_MERGE: _AdviceKind.ValueType  # 3
     """Give an adapter a worker of its own, merged into the base: it makes most of a worker's requests."""
+    ADVICE_KIND_UNMET_PIN: _AdviceKind.ValueType  # 4
+    """Mend what keeps workers from keeping a pinned adapter: fewer do than shall."""
 
 class AdviceKind(_AdviceKind, metaclass=_AdviceKindEnumTypeWrapper):
     """What is advised."""
@@ -49,6 +51,8 @@ ADVICE_KIND_THROTTLE: AdviceKind.ValueType  # 2
 """Bound an adapter's or a tenant's requests: its loads push out what others ask for."""
 ADVICE_KIND_MERGE: AdviceKind.ValueType  # 3
 """Give an adapter a worker of its own, merged into the base: it makes most of a worker's requests."""
+ADVICE_KIND_UNMET_PIN: AdviceKind.ValueType  # 4
+"""Mend what keeps workers from keeping a pinned adapter: fewer do than shall."""
 Global___AdviceKind: _TypeAlias = AdviceKind  # noqa: Y015
 
 @_typing.final

@@ -25,7 +25,7 @@ def test_a_pin_is_to_as_many_workers_as_told_and_shown(run, fake_cluster, replic
     assert said in run("adapter", "pin", "sql", "--replicas", replicas).out
     assert fake_cluster.adapters["sql"].pin_replicas == stored
     assert run("adapter", "list").out.splitlines()[1].rstrip().endswith(f" {replicas}")
-    assert f"pinned   on {replicas} of the base's workers" in run("adapter", "show", "sql").out
+    assert f"pinned   to {replicas} of the base's workers" in run("adapter", "show", "sql").out
     assert run("adapter", "list", "--json").json()["adapters"][0]["pin_replicas"] == stored
 
 
@@ -35,7 +35,7 @@ def test_unpinning_tells_whether_it_was(run, fake_cluster):
     assert fake_cluster.adapters["sql"].pin_replicas == 0
     assert run("adapter", "unpin", "sql").out == "sql is not pinned\n"
     assert run("adapter", "unpin", "sql", "--json").json()["changed"] is False
-    assert "pinned   on" not in run("adapter", "show", "sql").out
+    assert "pinned   to" not in run("adapter", "show", "sql").out
 
 
 def test_what_is_no_number_of_workers_or_no_adapter_is_refused(run):
