@@ -191,11 +191,12 @@ class WorkerAdapter:
 
 @dataclass(frozen=True, slots=True)
 class TierUse:
-    """How full a tier of a worker is."""
+    """How full a tier of a worker is. `max_adapters` is 0 where only bytes bound it."""
 
     used_bytes: int
     budget_bytes: int
     num_adapters: int
+    max_adapters: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +248,7 @@ class AdapterOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What an operator might do about the traffic that a router sees. `kind` is promote, throttle or merge.
+    """What an operator might do about what a router sees. `kind` is promote, throttle, merge or unmet_pin.
 
     `adapter` is empty where it is about a whole tenant, `worker_id` where it is about no worker in particular. Names of
     `figures` end in what they count: `_per_second`, `_ratio` or `_s`.

@@ -51,6 +51,7 @@ _ADVICE_KINDS: Final = {
     fleet_pb2.ADVICE_KIND_PROMOTE: "promote",
     fleet_pb2.ADVICE_KIND_THROTTLE: "throttle",
     fleet_pb2.ADVICE_KIND_MERGE: "merge",
+    fleet_pb2.ADVICE_KIND_UNMET_PIN: "unmet_pin",
 }
 _TIERS: Final = {
     generation_pb2.ADAPTER_TIER_UNSPECIFIED: "",
@@ -419,7 +420,7 @@ def worker(message: fleet_pb2.Worker) -> Worker:
 
 
 def _tier_use(message: fleet_pb2.TierUse) -> TierUse:
-    return TierUse(message.used_bytes, message.budget_bytes, message.num_adapters)
+    return TierUse(message.used_bytes, message.budget_bytes, message.num_adapters, message.max_adapters)
 
 
 def adapter_outcome(message: fleet_pb2.AdapterOutcome) -> AdapterOutcome:

@@ -4,6 +4,9 @@ An adapter that is asked for at all often is kept on the disk of the worker its 
 for often is promoted: kept on the device of one worker, or of several where waiting there would cost more than loading
 it elsewhere. Each step up and down has a threshold of its own and a least time between them.
 
+What is fetched ahead is bounded by most of each tier's bytes and of the device's places. What finds no place on the
+device is kept on the disk.
+
 A step down takes nothing away: the adapter is not fetched again and its requests gather on fewer workers, whose own
 eviction, which sees all routers' requests, takes what is no longer asked for.
 """
@@ -31,7 +34,8 @@ from router.placement import (
     rendezvous_weight,
 )
 
-_SHARE: Final = 0.8  # of a tier's budget is what is fetched ahead; the rest is for what comes unforeseen
+_SHARE: Final = 0.8  # of a tier's bytes and places is for what is fetched ahead; the rest is for what comes unforeseen
+_KEPT_RATIO: Final = 1.25  # so much more than one on a device another must be asked for to be given its room
 _SHRINK_RATIO: Final = 0.5  # of the rate at which a replica was added; below, it is one too many
 _MAX_ORDERS: Final = 64
 
@@ -93,7 +97,7 @@ class AdapterPolicy:
         replicas: dict[str, int] = {}
         promoted: dict[AdapterKey, Promotion] = {}
         served_merged = {worker.dedicated_artifact_digest for worker in workers if worker.state is State.SERVING}
-        for entry in wanted:
+        for entry in _by_claim(wanted, workers):
             if entry.version.artifact_digest in served_merged:
                 continue  # its requests go there
             if entry.demand.rate < self._settings.demote_rate and entry.demand.key not in self._promoted:
@@ -133,6 +137,18 @@ class AdapterPolicy:
         return Promotion(promotion.replicas + 1, now_s, (*promotion.rates, rate))
 
 
+def _by_claim(wanted: Iterable[Wanted], workers: Sequence[WorkerView]) -> list[Wanted]:
+    """Return the most asked for first; what is on a device counts for more, since it is not exchanged for its equal."""
+    on_device = {
+        digest for worker in workers for digest, residency in worker.adapters.items() if residency.tier is Tier.DEVICE
+    }
+
+    def claim(entry: Wanted) -> float:
+        return entry.demand.rate * (_KEPT_RATIO if entry.version.artifact_digest in on_device else 1.0)
+
+    return sorted(wanted, key=claim, reverse=True)
+
+
 def _request(entry: Wanted) -> PlacementRequest:
     version = entry.version
     return PlacementRequest(
@@ -163,26 +179,35 @@ def _would_pay(entry: Wanted, at_home: Sequence[WorkerView], replicas: int) -> b
 
 
 class _Room:
-    """Bytes of each worker's tiers that are spoken for, by what is pinned and by what is more asked for."""
+    """Bytes and places of each worker's tiers that are spoken for, by what is pinned and by what is more asked for."""
 
     def __init__(self, workers: Sequence[WorkerView]) -> None:
-        pinned = {
-            worker.worker_id: sum(
-                residency.artifact_bytes for residency in worker.adapters.values() if residency.pinned
-            )
-            for worker in workers
-        }
+        pinned: dict[str, tuple[int, int]] = {}
+        for worker in workers:
+            sizes = [residency.artifact_bytes for residency in worker.adapters.values() if residency.pinned]
+            pinned[worker.worker_id] = sum(sizes), len(sizes)
         self._taken = {OrderKind.TO_DEVICE: dict(pinned), OrderKind.TO_DISK: dict(pinned)}
 
-    def take(self, kind: OrderKind, worker: WorkerView, version: Version) -> bool:
-        """Speak for an artifact's bytes; tells whether there was room. A tier of unknown size has room."""
+    def take(self, kind: OrderKind, worker: WorkerView, version: Version) -> OrderKind | None:
+        """Speak for an artifact's room; returns the tier that has it, the disk where the device has none, or None."""
+        if self._has(kind, worker, version):
+            return kind
+        if kind is OrderKind.TO_DEVICE and self._has(OrderKind.TO_DISK, worker, version):
+            return OrderKind.TO_DISK
+        return None
+
+    def _has(self, kind: OrderKind, worker: WorkerView, version: Version) -> bool:
+        """Speak for an artifact's room in one tier, if it is there. A tier of unknown size has room."""
         if (residency := worker.adapters.get(version.artifact_digest)) is not None and residency.pinned:
             return True
         use: TierUse | None = worker.device_tier if kind is OrderKind.TO_DEVICE else worker.disk_tier
-        taken = self._taken[kind].get(worker.worker_id, 0) + version.artifact_bytes
-        if use is not None and taken > _SHARE * use.budget_bytes:
+        num_bytes, num_adapters = self._taken[kind].get(worker.worker_id, (0, 0))
+        num_bytes, num_adapters = num_bytes + version.artifact_bytes, num_adapters + 1
+        if use is not None and (
+            num_bytes > _SHARE * use.budget_bytes or (use.max_adapters and num_adapters > _SHARE * use.max_adapters)
+        ):
             return False
-        self._taken[kind][worker.worker_id] = taken
+        self._taken[kind][worker.worker_id] = num_bytes, num_adapters
         return True
 
 
@@ -200,8 +225,8 @@ def _orders(
         )
         places.append((OrderKind.TO_DISK, next_one))
     orders: list[Order] = []
-    for kind, worker in places:
-        if not room.take(kind, worker, version):
+    for wanted, worker in places:
+        if (kind := room.take(wanted, worker, version)) is None:
             continue
         residency = worker.adapters.get(version.artifact_digest)
         slowest = Tier.DEVICE if kind is OrderKind.TO_DEVICE else Tier.DISK

@@ -1,4 +1,4 @@
-"""What an operator might do about the traffic that this router sees, with the figures it follows from. Pure.
+"""What an operator might do about the traffic and the pins that a router sees, with the figures it follows from. Pure.
 
 Rates are requests per second. What is advised is never done by itself.
 """
@@ -10,9 +10,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from router.catalog import Adapter
 from router.demand import AdapterDemand, AdapterKey
+from router.pins import UnmetPin
 
 MAX_PER_KIND: Final = 20
+_MAX_REASONS: Final = 3  # of workers that are told with a pin
 
 _COLD_RATIO: Final = 0.2
 """Of a busy adapter's requests that wait for its load; from here on it should be kept."""
@@ -34,6 +37,7 @@ class AdviceKind(enum.Enum):
     PROMOTE = "promote"
     THROTTLE = "throttle"
     MERGE = "merge"
+    UNMET_PIN = "unmet_pin"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,28 @@ def advise(
     """
     found = (_promotions(adapters, pinned, promote_rate), _throttles(adapters), _merges(workers))
     return tuple(advice for kind in found for advice in kind[:MAX_PER_KIND])
+
+
+def about_pins(adapters: Iterable[Adapter], unmet: Mapping[str, UnmetPin]) -> tuple[Advice, ...]:
+    """Return the pinned adapters that fewer workers keep than shall, those with the smallest share first.
+
+    `unmet` has them by artifact digest.
+    """
+    found = []
+    for adapter in adapters:
+        pin = unmet.get(adapter.current.artifact_digest)
+        if not adapter.pin_replicas or pin is None:
+            continue
+        told = [f"{worker_id} {why}" for worker_id, why in list(pin.reasons.items())[:_MAX_REASONS]]
+        if len(pin.reasons) > len(told):
+            told.append(f"and {len(pin.reasons) - len(told)} more")
+        told = told or ["no worker of its base is here"]
+        reason = f"pinned on {pin.num_kept} of {pin.num_wanted} workers; {'; '.join(told)}"
+        figures = {"kept_ratio": pin.num_kept / pin.num_wanted}
+        worker_id = next(iter(pin.reasons), "")
+        found.append(Advice(AdviceKind.UNMET_PIN, adapter.tenant, adapter.name, worker_id, figures, reason))
+    found.sort(key=lambda advice: (advice.figures["kept_ratio"], advice.tenant, advice.adapter))
+    return tuple(found[:MAX_PER_KIND])
 
 
 def _promotions(adapters: Iterable[AdapterDemand], pinned: Collection[AdapterKey], promote_rate: float) -> list[Advice]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import asdict
 from typing import Any, Final
 
 from grpc import aio
@@ -14,19 +15,21 @@ from loraplex.router.v1 import fleet_pb2, fleet_pb2_grpc
 from loraplex.types.v1 import generation_pb2
 from router.access import Access
 from router.adapter_calls import AdapterCalls
-from router.advice import Advice, AdviceKind, advise
+from router.advice import Advice, AdviceKind, about_pins, advise
 from router.catalog import Catalog
 from router.demand import AdapterKey
 from router.evaluation import EVALUATION_TIMEOUT_S, Evaluations
 from router.fleet import Fleet
 from router.placement import Residency, TierUse, WorkerView
 from router.service import authorization, min_revision
+from router.steering import Steering
 from router.traffic import Traffic
 
 _ADVICE_KINDS: Final = {
     AdviceKind.PROMOTE: fleet_pb2.ADVICE_KIND_PROMOTE,
     AdviceKind.THROTTLE: fleet_pb2.ADVICE_KIND_THROTTLE,
     AdviceKind.MERGE: fleet_pb2.ADVICE_KIND_MERGE,
+    AdviceKind.UNMET_PIN: fleet_pb2.ADVICE_KIND_UNMET_PIN,
 }
 
 
@@ -41,6 +44,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         evaluations: Evaluations,
         adapter_calls: AdapterCalls,
         traffic: Traffic,
+        steering: Steering,
         *,
         promote_rate: float,
     ) -> None:
@@ -50,12 +54,13 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         self._evaluations = evaluations
         self._adapter_calls = adapter_calls
         self._traffic = traffic
+        self._steering = steering
         self._promote_rate = promote_rate
 
     async def ListAdvice(
         self, request: fleet_pb2.ListAdviceRequest, context: aio.ServicerContext[Any, Any]
     ) -> fleet_pb2.ListAdviceResponse:
-        """Tell what the traffic suggests."""
+        """Tell what the traffic suggests, and where pins are not kept."""
         self._access.operator(authorization(context))
         adapters = self._catalog.snapshot.adapters.values()
         pinned = {AdapterKey(adapter.tenant, adapter.name) for adapter in adapters if adapter.pin_replicas}
@@ -63,7 +68,10 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         for view in self._fleet.views():
             if view.dedicated_artifact_digest:
                 on_workers.pop(view.worker_id, None)  # what is advised of a worker is done there
-        found = advise(demands, on_workers, pinned, self._promote_rate)
+        found = (
+            *about_pins(adapters, self._steering.unmet_pins()),
+            *advise(demands, on_workers, pinned, self._promote_rate),
+        )
         numbered = [(f"{number:04}", advice) for number, advice in enumerate(found)]
         page, token = page_of("advice", numbered, lambda entry: entry[0], request.page_size, request.page_token)
         return fleet_pb2.ListAdviceResponse(advice=[to_advice(advice) for _, advice in page], next_page_token=token)
@@ -189,4 +197,4 @@ def _adapter_message(digest: str, residency: Residency, names: Sequence[str]) ->
 def _tier_message(use: TierUse | None) -> fleet_pb2.TierUse | None:
     if use is None:
         return None
-    return fleet_pb2.TierUse(used_bytes=use.used_bytes, budget_bytes=use.budget_bytes, num_adapters=use.num_adapters)
+    return fleet_pb2.TierUse(**asdict(use))

@@ -84,7 +84,7 @@ class WorkerStatus:
 
 
 def _tier_use(message: worker_pb2.TierUse) -> TierUse:
-    return TierUse(message.used_bytes, message.budget_bytes, message.num_adapters)
+    return TierUse(message.used_bytes, message.budget_bytes, message.num_adapters, message.max_adapters)
 
 
 def _residency(message: worker_pb2.AdapterResidency) -> Residency:

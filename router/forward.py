@@ -26,7 +26,7 @@ from loraplex.worker.v1 import worker_pb2
 from router.catalog import Resolved, Version
 from router.fleet import Fleet
 from router.fleet_link import Flight
-from router.placement import Pick, PlacementRequest, pick, prompt_tokens_on
+from router.placement import Pick, PlacementRequest, in_quarantine, is_warm, pick, prompt_tokens_on
 from router.traces import CallTrace
 from router.traffic import Traffic
 from router.worker_errors import worker_error, worker_lost
@@ -90,8 +90,16 @@ def to_worker_adapter(version: Version) -> worker_pb2.ResolvedAdapter:
 
 
 def is_retryable(error: errors.LoraplexError) -> bool:
-    """Tell whether another worker may do better: it is unreachable, draining, broken, or its queue or disk is full."""
-    return isinstance(error, errors.Unavailable | errors.QueueFull | errors.NoSpace)
+    """Tell whether another worker may do better.
+
+    It is unreachable, draining or broken, its queue or disk is full, or it cannot have the adapter: refuses it for a
+    while, got or read a damaged file, or failed to load it.
+    """
+    return (
+        isinstance(error, errors.Unavailable | errors.QueueFull | errors.NoSpace | errors.CorruptArtifact)
+        or "quarantined" in error.metadata
+        or error.metadata.get("stage") == "load"
+    )
 
 
 class WorkerStream:
@@ -189,7 +197,8 @@ def _sequence_of(metadata: aio.Metadata) -> int | None:
 class Forwarder:
     """Places requests on the fleet. `on_retry` is told the reason whenever another worker is tried.
 
-    `traffic` is told of every request and tells on how many workers an adapter shall be.
+    `traffic` is told of every request, and of adapters that requests cannot wait for; it tells on how many workers an
+    adapter shall be.
     """
 
     def __init__(
@@ -218,7 +227,8 @@ class Forwarder:
     async def open(self, job: Job) -> WorkerStream:
         """Return a stream whose first event is there.
 
-        Tries a second worker once where the first is unreachable, draining, broken or full. Raises NoWorker,
+        Tries a second worker once where the first is unreachable, draining, broken or full, or cannot have the
+        adapter, unless all that are left are known to refuse it. Raises NoWorker,
         DeadlineUnreachable, DeadlineExceeded, WorkerLost, and whatever the worker refuses with. The caller closes
         the stream.
         """
@@ -250,6 +260,17 @@ class Forwarder:
                 if failure is not None:
                     raise failure from None
                 raise
+            if failure is not None:
+                if in_quarantine(choice.worker, placement.artifact_digest):
+                    raise failure
+                self._on_retry(failure.reason)
+                log.warning(
+                    "forward.retry",
+                    request_id=job.request_id,
+                    worker_id=tried[-1],
+                    reason=failure.reason,
+                    error=str(failure),
+                )
             try:
                 stream = await self._attempt(choice, placement, job, request, remaining_s, len(tried) + 1)
             except errors.LoraplexError as error:
@@ -259,14 +280,6 @@ class Forwarder:
                 if not is_retryable(error) or len(tried) == _MAX_ATTEMPTS:
                     raise
                 failure = error
-                self._on_retry(error.reason)
-                log.warning(
-                    "forward.retry",
-                    request_id=job.request_id,
-                    worker_id=tried[-1],
-                    reason=error.reason,
-                    error=str(error),
-                )
             else:
                 self._traffic.placed(job.tenant, job.resolved, choice.worker.worker_id)
                 return stream
@@ -280,13 +293,16 @@ class Forwarder:
         remaining_s: float,
         attempt: int,
     ) -> WorkerStream:
+        worker, version = choice.worker, job.resolved.version
         if choice.expected_s > remaining_s:
+            digest = placement.artifact_digest
+            if version is not None and not (is_warm(worker, digest) or in_quarantine(worker, digest)):
+                self._traffic.could_not_wait(worker.worker_id, version)  # so that the request can come again
             raise errors.DeadlineUnreachable(
                 f"the first token is expected in {choice.expected_s:.1f} s and the deadline is in {remaining_s:.1f} s",
                 retry_after_s=choice.expected_s - remaining_s,
                 expected_s=round(choice.expected_s, 3),
             )
-        worker = choice.worker
         flight = self._fleet.begin(worker.address, prompt_tokens_on(worker, placement), placement.artifact_digest)
         trace = CallTrace(worker.worker_id, attempt)
         call = self._fleet.stub(worker.address).Generate(

@@ -85,7 +85,8 @@ class Metrics:
         )
         self.orders = Counter(
             "loraplex_router_adapter_orders",
-            "What workers were told of adapters unasked (pin, unpin, to_disk, to_device); the reason where one refused",
+            "What workers were told of adapters unasked (pin, unpin, to_disk, to_device, for_request); the reason "
+            "where one refused",
             ("kind", "reason"),
             registry=self.registry,
         )

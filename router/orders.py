@@ -23,6 +23,8 @@ class OrderKind(enum.Enum):
     UNPIN = "unpin"
     TO_DISK = "to_disk"
     TO_DEVICE = "to_device"
+    FOR_REQUEST = "for_request"
+    """To the device, for a request that was refused as it could not wait."""
 
 
 @dataclass(frozen=True, slots=True)

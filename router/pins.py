@@ -54,6 +54,27 @@ class PinPlan:
     again_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PinAnswer:
+    """What a worker last answered to a pin: `times` is how often it was told in this epoch.
+
+    `refusal` says why it refuses; empty where it does not.
+    """
+
+    epoch: str
+    times: int
+    refusal: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnmetPin:
+    """A pin that fewer workers keep than shall. `reasons` says why, by worker id; none where there is no worker."""
+
+    num_kept: int
+    num_wanted: int
+    reasons: Mapping[str, str]
+
+
 class PinPlanner:
     """Compares what shall be pinned with what workers say is. Remembers what it has seen, to be slow to undo."""
 
@@ -85,6 +106,24 @@ class PinPlanner:
             held = {digest for worker in workers for digest in worker.adapters}
             self._pinned = {d: version for d, version in self._pinned.items() if d in pins or d in held}
         return PinPlan(tuple(orders), again_s)
+
+    def unmet(
+        self, pins: Mapping[str, Pin], workers: Sequence[WorkerView], answers: Mapping[tuple[str, str], PinAnswer]
+    ) -> dict[str, UnmetPin]:
+        """Return the pins that are not kept, by artifact digest, as far as it is known why.
+
+        `answers` are those of workers in this epoch, by worker id and artifact digest.
+        """
+        views = {worker.worker_id: worker for worker in workers}
+        unmet: dict[str, UnmetPin] = {}
+        for digest, pin in pins.items():
+            chosen = self._chosen(pin)
+            lacking = {worker_id: _why_not_kept(views.get(worker_id), digest, answers) for worker_id in chosen}
+            reasons = {worker_id: why for worker_id, why in sorted(lacking.items()) if why}
+            if reasons or not chosen:
+                num_kept = sum(why is None for why in lacking.values())
+                unmet[digest] = UnmetPin(num_kept, max(1, len(chosen)), reasons)
+        return unmet
 
     def _note_serving(self, workers: Sequence[WorkerView], now_s: float) -> None:
         for worker in workers:
@@ -165,6 +204,21 @@ def _order(kind: OrderKind, worker: WorkerView, version: Version) -> Order:
 def _is_pinned(worker: WorkerView, digest: str) -> bool:
     residency = worker.adapters.get(digest)
     return residency is not None and residency.pinned
+
+
+def _why_not_kept(worker: WorkerView | None, digest: str, answers: Mapping[tuple[str, str], PinAnswer]) -> str | None:
+    """Return why a worker that shall keep an artifact does not, "" where that is not known yet; None where it does."""
+    if worker is None or worker.state is not State.SERVING or worker.silent:
+        return "is away"
+    residency = worker.adapters.get(digest)
+    if residency is not None and residency.pinned:
+        return f"cannot have it: {residency.quarantine_reason}" if residency.quarantine_reason else None
+    answer = answers.get((worker.worker_id, digest))
+    if answer is None or answer.epoch != worker.epoch:
+        return ""
+    if answer.refusal:
+        return f"refuses: {answer.refusal}"
+    return "" if answer.times < 2 else f"was told {answer.times} times and lets go of it; its log says why"
 
 
 def _is_settled(worker: WorkerView, digest: str) -> bool:

@@ -57,6 +57,8 @@ class TierUse:
     used_bytes: int
     budget_bytes: int
     num_adapters: int
+    max_adapters: int = 0
+    """0 where only bytes bound it."""
 
 
 NO_ADAPTERS: Final[Mapping[str, Residency]] = MappingProxyType({})
@@ -203,8 +205,8 @@ def pick(
     are loading it) share at random, but no more of them than the request's `replicas`, the first in rendezvous order:
     so an adapter that is on more devices than it shall be is no longer asked for on some of them. A cold adapter goes
     by rendezvous hash of (artifact digest, worker id), so that routers that know nothing of each other agree where it
-    belongs; the base goes at random. Workers that are silent are used only if nothing else is there. `exclude` holds
-    worker ids that were tried already.
+    belongs; the base goes at random. Workers that are silent are used only if nothing else is there, and those that
+    have the adapter in quarantine only if all have. `exclude` holds worker ids that were tried already.
 
     Raises NoWorker with the reason.
     """
@@ -219,6 +221,7 @@ def pick(
     if not usable:
         raise no_worker(request, workers, exclude)
     candidates = [worker for worker in usable if not worker.silent] or usable
+    candidates = [worker for worker in candidates if not in_quarantine(worker, request.artifact_digest)] or candidates
     scored = [(expected_s(worker, request), worker) for worker in candidates]
     best_s = min(score for score, _ in scored)
     own = [(score, worker) for score, worker in scored if worker.dedicated_artifact_digest]
@@ -254,11 +257,18 @@ def is_warm(worker: WorkerView, digest: str) -> bool:
     )
 
 
+def in_quarantine(worker: WorkerView, digest: str) -> bool:
+    """Tell whether a worker refuses an artifact for now; it tells itself when that has ended."""
+    residency = worker.adapters.get(digest)
+    return residency is not None and bool(residency.quarantine_reason)
+
+
 def homes(base_digest: str, artifact_digest: str, workers: Sequence[WorkerView]) -> list[WorkerView]:
     """Return the workers that an adapter's requests would go to if all were idle, first ones first.
 
-    Those that have it on their device, or are loading it, come first, then the others; each in rendezvous order.
-    Dedicated ones are none: what they have is what they started with, and nothing is brought there.
+    Those that have it on their device, or are loading it, come first, then the others, and last those that have it in
+    quarantine; each in rendezvous order. Dedicated ones are none: what they have is what they started with, and nothing
+    is brought there.
     """
     usable = [
         worker
@@ -268,7 +278,11 @@ def homes(base_digest: str, artifact_digest: str, workers: Sequence[WorkerView])
     candidates = [worker for worker in usable if not worker.silent] or usable
     return sorted(
         candidates,
-        key=lambda worker: (is_warm(worker, artifact_digest), rendezvous_weight(artifact_digest, worker.worker_id)),
+        key=lambda worker: (
+            not in_quarantine(worker, artifact_digest),
+            is_warm(worker, artifact_digest),
+            rendezvous_weight(artifact_digest, worker.worker_id),
+        ),
         reverse=True,
     )
 

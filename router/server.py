@@ -82,6 +82,7 @@ class Router:
                 self._evaluations,
                 AdapterCalls(self.fleet),
                 traffic,
+                self._steering,
                 promote_rate=settings.adapter_promote_rate,
             ),
         )

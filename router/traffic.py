@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
 from loraplex.types.v1 import generation_pb2
-from router.catalog import Resolved
+from router.catalog import Resolved, Version
 from router.demand import AdapterDemand, AdapterKey, Demand
 
 HALF_LIFE_S: Final = 60.0
+MAX_UNMET: Final = 64
 
 
 class Traffic:
@@ -20,6 +22,9 @@ class Traffic:
         self.demand = Demand(half_life_s)
         self.replicas: Mapping[str, int] = {}
         """On how many workers' devices artifacts shall be, by digest; of others nothing was decided."""
+        self.has_unmet = asyncio.Event()
+        """Set while `take_unmet` has something to return."""
+        self._unmet: dict[tuple[str, str], Version] = {}  # by worker id and artifact
         self._clock = clock
 
     def now(self) -> tuple[list[AdapterDemand], dict[str, dict[AdapterKey, float]]]:
@@ -48,6 +53,18 @@ class Traffic:
         ):
             load_s = facts.adapter_load_time.ToNanoseconds() / 1e9
             self.demand.waited(_key(tenant, resolved), load_s, self._clock())
+
+    def could_not_wait(self, worker_id: str, version: Version) -> None:
+        """Note that a request was refused which would have gone to a worker, and that its adapter is not there."""
+        if len(self._unmet) < MAX_UNMET:
+            self._unmet[worker_id, version.artifact_digest] = version
+            self.has_unmet.set()
+
+    def take_unmet(self) -> list[tuple[str, Version]]:
+        """Return which workers lacked which adapters since the last call."""
+        unmet, self._unmet = self._unmet, {}
+        self.has_unmet.clear()
+        return [(worker_id, version) for (worker_id, _), version in unmet.items()]
 
 
 def _key(tenant: str, resolved: Resolved) -> AdapterKey:

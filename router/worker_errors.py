@@ -15,8 +15,10 @@ def worker_error(error: aio.AioRpcError, worker_id: str, *, has_started: bool) -
         return errors.Unavailable(
             f"worker {worker_id} refuses this router's cluster token; both need the same one", worker_id=worker_id
         )
-    if errors.carries_details(error):
-        return typed  # the worker itself said so
+    if errors.carries_details(error):  # the worker itself said so
+        if isinstance(typed, errors.CorruptArtifact):
+            typed.metadata.setdefault("worker_id", worker_id)  # what it fetched, not what the client sent
+        return typed
     if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         return worker_lost(worker_id, error.details() or error.code().name, has_started=has_started)
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:

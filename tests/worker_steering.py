@@ -39,9 +39,12 @@ class Steer:
         request = LoadAdapterRequest(base_digest=self.front.base_digest, adapter=resolved(digest))
         return await self._call("LoadAdapter", request, within)
 
-    async def prefetch(self, digest: str, *, to_device: bool = False) -> int:
+    async def prefetch(self, digest: str, *, to_device: bool = False, for_request: bool = False) -> int:
         request = PrefetchAdapterRequest(
-            base_digest=self.front.base_digest, adapter=resolved(digest), to_device=to_device
+            base_digest=self.front.base_digest,
+            adapter=resolved(digest),
+            to_device=to_device,
+            for_request=for_request,
         )
         return (await self._call("PrefetchAdapter", request)).tier  # type: ignore[no-any-return]
 

@@ -69,7 +69,7 @@ class AdapterService(WorkerServiceServicer, ABC):
         adapter = self._checked(request)
         if self._dedication is not None:
             return PrefetchAdapterResponse(tier=TIERS[Tier.DEVICE])
-        tier = self._steering.prefetch(adapter, to_device=request.to_device)
+        tier = self._steering.prefetch(adapter, to_device=request.to_device, for_request=request.for_request)
         return PrefetchAdapterResponse(tier=TIERS[tier])
 
     async def UnloadAdapter(  # noqa: N802 - gRPC's name

@@ -383,7 +383,12 @@ class WorkerApp:
         arena_bytes = 0 if ready is None else ready.total_blocks * ready.chunk_bytes
         on_device = 0 if engine.status is None else engine.status.adapter_bytes
         tiers = {
-            Tier.DEVICE: TierUse(on_device, self._settings.max_adapter_bytes or arena_bytes, len(engine.adapters)),
+            Tier.DEVICE: TierUse(
+                on_device,
+                self._settings.max_adapter_bytes or arena_bytes,
+                len(engine.adapters),
+                self._settings.max_resident_adapters,
+            ),
             Tier.DISK: TierUse(store.cached_bytes, self._settings.cache_bytes, store.num_cached),
         }
         if ready is not None and ready.host_budget_bytes:

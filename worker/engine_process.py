@@ -233,7 +233,7 @@ def describe(error: Exception) -> Problem:
     if isinstance(error, LoraplexError):
         return Problem(error.reason, error.message, error.metadata, error.retry_after_s)
     log.error("engine.load_raised", exc_info=error)
-    return Problem("INTERNAL", "the adapter could not be loaded; the worker's log says why")
+    return Problem("INTERNAL", "the adapter could not be loaded; the worker's log says why", {"stage": "load"})
 
 
 def yield_to_steps() -> None:

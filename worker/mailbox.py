@@ -89,8 +89,10 @@ class Urgency(IntEnum):
     ASKED = 0
     """Somebody waits for it to be there."""
     PINNED = 1
-    AHEAD = 2
-    """For requests that may come: dropped where there is no room beside what is in use."""
+    REFUSED = 2
+    """For a request that could not wait for it and may come again: dropped where what is in use leaves no room."""
+    AHEAD = 3
+    """For requests that may come: dropped where there is no room beside what is in use and what was used of late."""
 
 
 class Load(msgspec.Struct, frozen=True, tag=True, array_like=True):

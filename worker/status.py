@@ -59,6 +59,8 @@ class TierUse:
     used_bytes: int
     budget_bytes: int
     num_adapters: int
+    max_adapters: int = 0
+    """0 where only bytes bound it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,7 +130,7 @@ def show(name: Name, registry: Registry = REGISTRY, as_json: Json = False) -> No
         return
     output.stdout().print(f"[bold]{escape(adapter.name)}[/] for base {escape(adapter.base_id)}")
     if adapter.pin_replicas:
-        output.stdout().print(f"  pinned   on {replicas_text(adapter.pin_replicas)} of the base's workers")
+        output.stdout().print(f"  pinned   to {replicas_text(adapter.pin_replicas)} of the base's workers")
     reports = {report.version_digest: report for report in adapter.reports}
     _print_version(
         adapter.current,

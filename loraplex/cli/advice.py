@@ -10,7 +10,8 @@ from loraplex.client import Client
 def advice(router: Router = ROUTER, as_json: Json = False) -> None:
     """Tell what to do about the traffic that a router sees: adapters to keep, to bound, or to serve merged.
 
-    It follows from the last minutes' requests of this router alone. --json has the figures.
+    It follows from the last minutes' requests of this router alone. Pins that workers do not keep are told first, with
+    the reason. --json has the figures.
     """
     with Client(router) as client:
         found = list(client.list_advice())

@@ -44,7 +44,8 @@ def pin(
 ) -> None:
     """Have workers keep an adapter whatever the demand. A new version takes the old one's place.
 
-    The registry keeps the pin, routers see to it; `loraplex worker list` tells where the adapter is.
+    The registry keeps the pin, routers see to it; `loraplex worker list` tells where the adapter is, `loraplex advice`
+    why a worker does not keep it.
     """
     with Client(registry=registry) as client:
         done = client.pin_adapter(name, parse_replicas(replicas))

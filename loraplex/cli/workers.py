@@ -6,7 +6,7 @@ from loraplex.cli import output
 from loraplex.cli.app import new_group
 from loraplex.cli.options import ROUTER, Json, Router
 from loraplex.client import Client
-from loraplex.records import Worker, WorkerAdapter
+from loraplex.records import TierUse, Worker, WorkerAdapter
 
 app = new_group("Look at the workers.")
 
@@ -62,9 +62,12 @@ def computes(worker: Worker) -> str:
 def tiers(worker: Worker) -> str:
     """Return how full a worker's tiers of adapters are, for people; empty where it has not said."""
     uses = (("device", worker.device_tier), ("host", worker.host_tier), ("disk", worker.disk_tier))
-    return ", ".join(
-        f"{name} {output.size(use.used_bytes)}/{output.size(use.budget_bytes)}" for name, use in uses if use is not None
-    )
+    return ", ".join(f"{name} {_use(use)}" for name, use in uses if use is not None)
+
+
+def _use(use: TierUse) -> str:
+    places = f" ({use.num_adapters}/{use.max_adapters})" if use.max_adapters else ""
+    return f"{output.size(use.used_bytes)}/{output.size(use.budget_bytes)}{places}"
 
 
 def _adapters(worker: Worker) -> str:

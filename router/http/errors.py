@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import grpc
 
-from loraplex.errors import LoraplexError, ModelNotFound, RequestTimeout, TooLarge
+from loraplex.errors import CorruptArtifact, LoraplexError, ModelNotFound, RequestTimeout, TooLarge
 
 _HTTP_STATUS: Final[Mapping[grpc.StatusCode, int]] = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
@@ -30,6 +30,8 @@ def http_status(error: LoraplexError) -> int:
         return 413
     if isinstance(error, RequestTimeout):
         return 408
+    if isinstance(error, CorruptArtifact) and "worker_id" in error.metadata:
+        return 503  # a worker's file, not the client's
     return _HTTP_STATUS.get(error.code, 500)
 
 

@@ -244,7 +244,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.PrefetchAdapterRequest, context: aio.ServicerContext[Any, Any]
     ) -> worker_pb2.PrefetchAdapterResponse:
         to = generation_pb2.ADAPTER_TIER_DEVICE if request.to_device else generation_pb2.ADAPTER_TIER_DISK
-        what = "to_device" if request.to_device else "to_disk"
+        what = "for_request" if request.for_request else "to_device" if request.to_device else "to_disk"
         return worker_pb2.PrefetchAdapterResponse(tier=await self._hold(what, request.adapter, to))
 
     async def PinAdapter(

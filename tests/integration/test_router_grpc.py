@@ -218,6 +218,9 @@ async def test_an_over_long_prompt_gets_to_the_worker_that_tells_its_length(
         errors.DeviceFull("f"),
         errors.EngineDown("e"),
         errors.ArtifactUnreachable("a"),
+        errors.CorruptArtifact("c"),
+        errors.AdapterMismatch("m", retry_after_s=1.0, quarantined="true"),
+        errors.LoraplexError("could not be loaded", stage="load"),
     ],
     ids=lambda error: type(error).__name__,
 )
@@ -235,16 +238,60 @@ async def test_a_worker_that_cannot_is_replaced_once(
     assert (len(worker.requests), len(other.requests)) == (1, 1)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [errors.PromptTooLong("too long", field="prompt", limit=8, length=9), errors.LoraplexError("the step failed")],
+    ids=lambda error: type(error).__name__,
+)
 async def test_a_refusal_of_the_request_itself_is_not_tried_again(
+    registry: FakeRegistry, worker: FakeWorker, other: FakeWorker, error: errors.LoraplexError
+) -> None:
+    for each in (worker, other):
+        each.script = raising(error)
+    async with running_router(registry.address, worker.address, other.address) as router:
+        told = await refusal(router)
+    assert type(told) is type(error)
+    assert told.metadata == error.metadata
+    assert len(worker.requests) + len(other.requests) == 1
+
+
+async def test_what_is_wrong_with_an_adapter_on_every_worker_is_told_as_such_and_not_asked_all_of_them_again(
     registry: FakeRegistry, worker: FakeWorker, other: FakeWorker
 ) -> None:
     for each in (worker, other):
-        each.script = raising(errors.PromptTooLong("too long", field="prompt", limit=8, length=9))
+        each.script = raising(errors.CorruptArtifact("damaged", retry_after_s=3.0, file="sql"))
     async with running_router(registry.address, worker.address, other.address) as router:
-        error = await refusal(router)
-    assert isinstance(error, errors.PromptTooLong)
-    assert error.metadata == {"field": "prompt", "limit": "8", "length": "9"}
-    assert len(worker.requests) + len(other.requests) == 1
+        told = await refusal(router, "sql")
+        assert isinstance(told, errors.CorruptArtifact)
+        assert (told.retry_after_s, told.metadata["file"]) == (3.0, "sql")
+        assert (len(worker.requests), len(other.requests)) == (1, 1)
+        refused = worker_pb2.AdapterResidency(
+            artifact_digest=digest("artifact sql"),
+            tier=generation_pb2.ADAPTER_TIER_DISK,
+            quarantine_reason="CORRUPT_ARTIFACT",
+        )
+        for each in (worker, other):
+            await each.set(adapters=[refused])
+        await eventually(lambda: all(view.adapters for view in router.router.fleet.views()))
+        assert isinstance(await refusal(router, "sql"), errors.CorruptArtifact)
+        assert len(worker.requests) + len(other.requests) == 3
+        counted = router.router.metrics.render().decode()
+        assert 'loraplex_router_retries_total{reason="CORRUPT_ARTIFACT"} 1.0' in counted
+
+
+async def test_a_worker_that_is_known_to_refuse_an_adapter_is_passed_over(
+    registry: FakeRegistry, worker: FakeWorker, other: FakeWorker
+) -> None:
+    refused = worker_pb2.AdapterResidency(
+        artifact_digest=digest("artifact sql"),
+        tier=generation_pb2.ADAPTER_TIER_DISK,
+        quarantine_reason="CORRUPT_ARTIFACT",
+    )
+    await worker.set(adapters=[refused])
+    await other.set(queued_prefill_tokens=5000)
+    async with running_router(registry.address, worker.address, other.address) as router:
+        assert text_of(await router.generate("sql")) == "Hello adapter!"
+    assert (len(worker.requests), len(other.requests)) == (0, 1)
 
 
 async def test_two_full_workers_are_both_tried_and_no_more(

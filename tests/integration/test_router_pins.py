@@ -173,9 +173,17 @@ async def test_a_worker_that_refuses_is_asked_again_and_holds_nobody_up():
         async with running_router(registry.address, full.address, other.address) as router:
             both = (SQL, digest("artifact json"))
             await eventually(holds(other, *both))
-            await eventually(lambda: len(full.told) == 2)
-            full.refuses = None
-            await eventually(holds(full, *both))
+            await eventually(lambda: len(router.router._steering.unmet_pins()) == 2)
+            async with AsyncClient(router.address, registry.address) as client:
+                told = [advice async for advice in client.list_advice()]
+                assert [(advice.kind, advice.adapter, advice.worker_id) for advice in told] == [
+                    ("unmet_pin", name, full.worker_id) for name in ("json", "sql")
+                ]
+                assert told[0].reason == "pinned on 1 of 2 workers; w0 refuses: the arena is full of pinned adapters"
+                full.refuses = None
+                await eventually(holds(full, *both))
+                await eventually(lambda: router.router._steering.unmet_pins() == {})
+                assert [advice async for advice in client.list_advice()] == []
             counted = router.router.metrics.render().decode()
             assert 'loraplex_router_adapter_orders_total{kind="pin",reason="RESOURCE_EXHAUSTED"}' in counted
 

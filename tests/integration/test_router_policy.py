@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from grpc import aio
 
 from common.config import load_settings
 from loraplex.async_client import AsyncClient
 from loraplex.credentials import Credentials
-from loraplex.errors import Unauthenticated
+from loraplex.errors import DeadlineUnreachable, Unauthenticated, from_rpc_error
 from loraplex.types.v1 import generation_pb2
 from loraplex.worker.v1 import worker_pb2
 from router.placement import rendezvous_weight
@@ -85,6 +86,28 @@ async def test_a_router_that_is_told_so_fetches_nothing_ahead(registry: FakeRegi
         await router.generate("sql")
         await asyncio.sleep(1.5)  # a look of the policy would have come
         assert [worker.told for worker in workers] == [[], [], []]
+
+
+async def test_an_adapter_that_requests_cannot_wait_for_is_brought_all_the_same(
+    registry: FakeRegistry, workers: list[FakeWorker]
+):
+    huge = adapter_entry("huge")
+    huge.adapter.current.artifact_bytes = 10**10  # more than a minute from its source, as routers take it
+    await registry.commit(huge)
+    addresses = [worker.address for worker in workers]
+    async with running_router(registry.address, *addresses, adapter_policy=False) as router:
+        await eventually(lambda: router.router.catalog.snapshot.revision == 2)
+        with pytest.raises(aio.AioRpcError) as refused:
+            await router.generate("huge", timeout_s=20)
+        assert isinstance(from_rpc_error(refused.value), DeadlineUnreachable)
+        await eventually(lambda: any(worker.told for worker in workers))
+        told = [call for worker in workers for call in worker.told]
+        assert told == [("for_request", digest("artifact huge"))]
+        await eventually(lambda: any(view.adapters for view in router.router.fleet.views()))
+        assert await router.generate("huge", timeout_s=20)
+        with pytest.raises(aio.AioRpcError):
+            await router.generate(BASE_ID, timeout_s=0.001)  # which needs no adapter
+        assert [call for worker in workers for call in worker.told] == told
 
 
 async def say_that_it_was_loaded(worker: FakeWorker, request: worker_pb2.GenerateRequest) -> AsyncIterator[Event]:

@@ -171,12 +171,12 @@ async def test_the_list_tells_tiers_pins_and_quarantines(client: AsyncClient, wo
     bad.quarantine_end_time.FromSeconds(1_800_000_000)
     await workers[0].set(
         adapters=[bad],
-        device_tier=worker_pb2.TierUse(used_bytes=5, budget_bytes=50, num_adapters=1),
+        device_tier=worker_pb2.TierUse(used_bytes=5, budget_bytes=50, num_adapters=1, max_adapters=9),
         disk_tier=worker_pb2.TierUse(used_bytes=6, budget_bytes=60, num_adapters=2),
     )
     worker_id = workers[0].worker_id
     found = (await until_told(client, lambda found: found[worker_id].device_tier))[worker_id]
-    assert (found.device_tier, found.host_tier, found.disk_tier) == (TierUse(5, 50, 1), None, TierUse(6, 60, 2))
+    assert (found.device_tier, found.host_tier, found.disk_tier) == (TierUse(5, 50, 1, 9), None, TierUse(6, 60, 2))
     (entry,) = found.adapters
     assert (entry.pinned, entry.artifact_bytes, entry.quarantine_reason) == (True, 1000, "CORRUPT_ARTIFACT")
     assert entry.quarantine_end_time is not None

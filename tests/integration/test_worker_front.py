@@ -266,10 +266,16 @@ async def test_an_adapter_the_engine_finds_corrupt_is_told_and_refused_for_a_whi
     assert artifacts.opened[digest] == 1
 
 
+async def test_a_load_that_breaks_is_told_apart_from_a_step_that_does(front: Front, artifacts: ArtifactServer):
+    answer = await front.generate(front.request(artifact=artifacts.add(b"crash")))
+    assert answer.error is not None
+    assert (answer.error.reason, answer.error.metadata) == ("INTERNAL", {"stage": "load"})
+
+
 async def test_a_failing_step_fails_its_request_only_with_an_opaque_error(front: Front):
     answer = await front.generate(front.request([int(Trigger.FAIL_STEP), 5]))
     assert answer.error is not None
-    assert answer.error.reason == "INTERNAL"
+    assert (answer.error.reason, answer.error.metadata) == ("INTERNAL", {})
     assert len((await front.generate(front.request(max_tokens=3))).token_ids()) == 3
 
 

@@ -71,7 +71,7 @@ class Steering:
         self._pins: dict[str, asyncio.Task[None]] = {}  # each brings its adapter here and then holds its file
         self._pin_turn = asyncio.Lock()
         self._prefetches: dict[str, asyncio.Task[None]] = {}
-        self._to_device: set[str] = set()  # of those that are prefetched
+        self._to_device: dict[str, Urgency] = {}  # of those that are prefetched
         self._tasks: asyncio.TaskGroup | None = None
 
     async def __aenter__(self) -> Self:
@@ -132,21 +132,22 @@ class Steering:
             lease.release()
         return tier, time.monotonic() - began_s
 
-    def prefetch(self, adapter: CheckedAdapter, *, to_device: bool) -> Tier:
+    def prefetch(self, adapter: CheckedAdapter, *, to_device: bool, for_request: bool = False) -> Tier:
         """Start to bring an adapter to the disk, or to the device if there is room; returns where it is now.
 
-        A fetch that is under way goes on as this one's, whoever leaves it. Raises QueueFull where too many are under
-        way.
+        `for_request` says that a request wants it that could not wait. A fetch that is under way goes on as this one's,
+        whoever leaves it. Raises QueueFull where too many are under way.
         """
         digest = adapter.artifact_digest
         tier = self._where(digest) or Tier.SOURCE
         there = (Tier.DEVICE,) if to_device else (Tier.DEVICE, Tier.HOST, Tier.DISK)
         if tier in there:
             return tier
+        urgency = Urgency.REFUSED if for_request else Urgency.AHEAD
         under_way = self._prefetches.get(digest)
         if under_way is not None and not under_way.done():
             if to_device:
-                self._to_device.add(digest)
+                self._to_device[digest] = min(urgency, self._to_device.get(digest, urgency))
             return tier
         if len(self._prefetches) >= MAX_PREFETCHES:
             raise QueueFull(
@@ -155,7 +156,7 @@ class Steering:
                 limit=MAX_PREFETCHES,
             )
         if to_device:
-            self._to_device.add(digest)
+            self._to_device[digest] = urgency
         joined = self._store.is_fetching(digest)
         task = self._prefetches[digest] = self._start(lambda: self._prefetch(adapter, try_now=joined))
         leave = self._store.stay(digest)  # at once: the task has not begun
@@ -170,7 +171,7 @@ class Steering:
         if self._tasks is None:
             return False
         try:
-            self.prefetch(adapter, to_device=True)
+            self.prefetch(adapter, to_device=True, for_request=True)
         except QueueFull:
             return False
         return True
@@ -278,14 +279,14 @@ class Steering:
         leave()
         if self._prefetches.get(artifact_digest) is task:
             del self._prefetches[artifact_digest]
-            self._to_device.discard(artifact_digest)
+            self._to_device.pop(artifact_digest, None)
 
     async def _prefetch(self, adapter: CheckedAdapter, *, try_now: bool) -> None:
         try:
             lease = await self._access.acquire(adapter, None, Urgency.AHEAD, try_now=try_now)
             try:
-                if adapter.artifact_digest in self._to_device:
-                    await self._bring(lease.file, Urgency.AHEAD)
+                if (urgency := self._to_device.get(adapter.artifact_digest)) is not None:
+                    await self._bring(lease.file, urgency)
             finally:
                 lease.release()
         except LoraplexError as error:

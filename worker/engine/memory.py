@@ -48,6 +48,7 @@ class Memory:
         self._evicted: list[int] = []
         self._unloaded: list[int] = []
         self._level = Level()
+        self._displaced = 0.0  # the highest priority of an adapter that left for a request or an order
 
     @property
     def arena(self) -> Arena:
@@ -162,20 +163,29 @@ class Memory:
     # Adapters.
 
     def place(
-        self, file: AdapterFile, claimant: Claimant, claimed: Collection[str], *, reserve: int, now: float
+        self,
+        file: AdapterFile,
+        claimant: Claimant,
+        claimed: Collection[str],
+        *,
+        reserve: int,
+        now: float,
+        ahead: bool = False,
     ) -> Placement | None:
         """Take a slot and chunks for a claimant's adapter, which has none; evict what is idle where that is needed.
 
-        Adapters whose digest is in `claimed` stay, and `reserve` chunks can still be had afterwards. Returns None, and
-        changes nothing, when that cannot be.
+        Adapters whose digest is in `claimed` stay, and `reserve` chunks can still be had afterwards. What is loaded
+        `ahead` of its requests takes the place of no adapter that was used of late. Returns None, and changes nothing,
+        when that cannot be.
         """
-        victims = self._victims(file, claimed)
+        stay = {*claimed, *self._used_of_late()} if ahead else claimed
+        victims = self._victims(file, stay)
         chunks = self._config.chunks_for_adapter(file.arena_bytes)
-        if victims is None or chunks + reserve > self.available(claimed):
+        if victims is None or chunks + reserve > self.available(stay):
             return None
         for victim in victims:
-            self._evict(victim, self._idle_adapters.priority(victim.index))
-        self._reclaim(chunks, claimed, 0)
+            self._displace(victim, ahead=ahead)
+        self._reclaim(chunks, stay, 0, ahead=ahead)
         slot = self._residency.take(
             file, self._arena.take(chunks, Use.ADAPTER), claimant.request_id, claimant.tenant, now
         )
@@ -244,6 +254,15 @@ class Memory:
             self._unloaded += slot.unload_ids
             self._evict(slot, self._level.value)
 
+    def _used_of_late(self) -> list[str]:
+        """Return the idle adapters that are worth a use more than what the last one was that left for a request."""
+        slots = [self._residency.slot(index) for index in self._idle_adapters.in_order()]
+        return [
+            slot.file.artifact_digest
+            for slot in slots
+            if self._idle_adapters.priority(slot.index) >= self._displaced + worth(slot.load_s, 1, len(slot.chunk_ids))
+        ]
+
     def _victims(self, file: AdapterFile, claimed: Collection[str]) -> list[Slot] | None:
         """Return idle adapters to evict so that a slot and a new file's bytes are free under both limits, or None."""
         residency, limit, outside_limit = (
@@ -271,7 +290,7 @@ class Memory:
                     return victims
         return None
 
-    def _reclaim(self, count: int, claimed: Iterable[str], floor: int) -> None:
+    def _reclaim(self, count: int, claimed: Iterable[str], floor: int, *, ahead: bool = False) -> None:
         """Evict what is idle until `count` chunks are free; the caller has made sure that there is enough."""
         arena, prefixes = self._arena, self._prefixes
         slots = [self._residency.find(digest) for digest in claimed]
@@ -280,7 +299,7 @@ class Memory:
             adapter = self._idle_adapters.least(stay) if arena.count(Use.ADAPTER) > floor else None
             block = prefixes.least()
             if adapter is not None and (block is None or adapter[0] < block[0]):
-                self._evict(self._residency.slot(adapter[1]), adapter[0])
+                self._displace(self._residency.slot(adapter[1]), ahead=ahead)
             elif block is not None:
                 priority, chunk = block
                 self._level.rise(priority)
@@ -288,6 +307,13 @@ class Memory:
                 arena.release((chunk,), Use.IDLE_PREFIX)
             else:
                 raise ValueError("chunks that were available are not there")
+
+    def _displace(self, slot: Slot, *, ahead: bool) -> None:
+        """Let an idle adapter leave for what needs its room."""
+        priority = self._idle_adapters.priority(slot.index)
+        if not ahead:
+            self._displaced = max(self._displaced, priority)
+        self._evict(slot, priority)
 
     def _evict(self, slot: Slot, priority: float) -> None:
         self._level.rise(priority)

@@ -138,8 +138,8 @@ class Orders:
     def place(self, claimed: Collection[str], *, reserve: int, now: float, is_quiet: bool) -> list[Placement]:
         """Return loads to start beside what waiting requests claim and `reserve` chunks that they need.
 
-        Strictly by urgency and arrival: who finds no room is waited for by all that are no more urgent, but those
-        ahead of requests are dropped. `is_quiet` says that nothing runs, waits or loads: then room will never come.
+        Strictly by urgency and arrival: who finds no room is waited for by all that are no more urgent, but those that
+        nobody waits for are dropped. `is_quiet` says that nothing runs, waits or loads: then room will never come.
         """
         placements: list[Placement] = []
         blocked = False
@@ -149,10 +149,11 @@ class Orders:
             placement = None
             if not blocked:
                 claim = _Claim(load.request_id)
-                placement = self._memory.place(load.adapter, claim, claimed, reserve=reserve, now=now)
+                ahead = load.urgency is Urgency.AHEAD
+                placement = self._memory.place(load.adapter, claim, claimed, reserve=reserve, now=now, ahead=ahead)
             if placement is not None:
                 placements.append(replace(placement, urgency=load.urgency))
-            elif load.urgency is Urgency.AHEAD or (is_quiet and not placements):
+            elif load.urgency >= Urgency.REFUSED or (is_quiet and not placements):
                 del self._loads[load.request_id]
                 self._failures.append(Failure(load.request_id, *_NO_ROOM))
             else:
@@ -174,5 +175,6 @@ _IN_USE: Final = Problem(
 _UNLOADED: Final = Problem("FAILED_PRECONDITION", "the adapter was unloaded before it was on the device")
 _UNPINNED: Final = Problem("FAILED_PRECONDITION", "the adapter was unpinned before it was on the device")
 _NO_ROOM: Final = refusal.device_full(
-    "what is in use and what is pinned leave no room on the device for the adapter; try again later, or unpin others"
+    "what is in use or pinned, or was used of late, leaves no room on the device for the adapter; try again later, or "
+    "unpin others"
 )

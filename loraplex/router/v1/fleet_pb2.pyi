@@ -37,6 +37,8 @@ class _AdviceKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AdviceKind
     """Bound an adapter's or a tenant's requests: its loads push out what others ask for."""
     ADVICE_KIND_MERGE: _AdviceKind.ValueType  # 3
     """Give an adapter a worker of its own, merged into the base: it makes most of a worker's requests."""
+    ADVICE_KIND_UNMET_PIN: _AdviceKind.ValueType  # 4
+    """Mend what keeps workers from keeping a pinned adapter: fewer do than shall."""
 
 class AdviceKind(_AdviceKind, metaclass=_AdviceKindEnumTypeWrapper):
     """What is advised."""
@@ -49,6 +51,8 @@ ADVICE_KIND_THROTTLE: AdviceKind.ValueType  # 2
 """Bound an adapter's or a tenant's requests: its loads push out what others ask for."""
 ADVICE_KIND_MERGE: AdviceKind.ValueType  # 3
 """Give an adapter a worker of its own, merged into the base: it makes most of a worker's requests."""
+ADVICE_KIND_UNMET_PIN: AdviceKind.ValueType  # 4
+"""Mend what keeps workers from keeping a pinned adapter: fewer do than shall."""
 Global___AdviceKind: _TypeAlias = AdviceKind  # noqa: Y015
 
 @_typing.final
@@ -354,22 +358,26 @@ class TierUse(_message.Message):
     USED_BYTES_FIELD_NUMBER: _builtins.int
     BUDGET_BYTES_FIELD_NUMBER: _builtins.int
     NUM_ADAPTERS_FIELD_NUMBER: _builtins.int
+    MAX_ADAPTERS_FIELD_NUMBER: _builtins.int
     used_bytes: _builtins.int
     """Bytes of the adapters in it."""
     budget_bytes: _builtins.int
     """Most bytes that it holds."""
     num_adapters: _builtins.int
     """Adapters in it."""
+    max_adapters: _builtins.int
+    """Most adapters that it holds; 0 where only bytes bound it."""
     def __init__(
         self,
         *,
         used_bytes: _builtins.int = ...,
         budget_bytes: _builtins.int = ...,
         num_adapters: _builtins.int = ...,
+        max_adapters: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "num_adapters", b"num_adapters", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "max_adapters", b"max_adapters", "num_adapters", b"num_adapters", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -392,7 +400,7 @@ class PrefetchAdapterRequest(_message.Message):
     num_workers: _builtins.int
     """How many workers the router takes, no more than there are; 0 means 1."""
     to_device: _builtins.bool
-    """Bring it to the device too, if there is room beside what is in use."""
+    """Bring it to the device too, if there is room beside what is in use and what was used of late."""
     def __init__(
         self,
         *,

@@ -109,7 +109,8 @@ class FleetServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListAdvice(self, request, context):
-        """Tells what an operator might do about the traffic that this router sees, the most pressing of each kind first.
+        """Tells what an operator might do about the traffic that this router sees and about pins that workers do not keep, the
+        most pressing of each kind first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -48,7 +48,9 @@ class FleetServiceStub:
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.UnloadAdapterRequest, _fleet_pb2.UnloadAdapterResponse]
     """Has workers take an adapter off their device, and out of the disk cache if asked. Outcomes as for PrefetchAdapter."""
     ListAdvice: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ListAdviceRequest, _fleet_pb2.ListAdviceResponse]
-    """Tells what an operator might do about the traffic that this router sees, the most pressing of each kind first."""
+    """Tells what an operator might do about the traffic that this router sees and about pins that workers do not keep, the
+    most pressing of each kind first.
+    """
 
 @_typing.type_check_only
 class FleetServiceAsyncStub(FleetServiceStub):
@@ -70,7 +72,9 @@ class FleetServiceAsyncStub(FleetServiceStub):
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_fleet_pb2.UnloadAdapterRequest, _fleet_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
     """Has workers take an adapter off their device, and out of the disk cache if asked. Outcomes as for PrefetchAdapter."""
     ListAdvice: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListAdviceRequest, _fleet_pb2.ListAdviceResponse]  # type: ignore[assignment]
-    """Tells what an operator might do about the traffic that this router sees, the most pressing of each kind first."""
+    """Tells what an operator might do about the traffic that this router sees and about pins that workers do not keep, the
+    most pressing of each kind first.
+    """
 
 class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
     """What this router knows of its workers, and what it has them do. For operators."""
@@ -125,6 +129,8 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _fleet_pb2.ListAdviceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.ListAdviceResponse, _abc.Awaitable[_fleet_pb2.ListAdviceResponse]]:
-        """Tells what an operator might do about the traffic that this router sees, the most pressing of each kind first."""
+        """Tells what an operator might do about the traffic that this router sees and about pins that workers do not keep, the
+        most pressing of each kind first.
+        """
 
 def add_FleetServiceServicer_to_server(servicer: FleetServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

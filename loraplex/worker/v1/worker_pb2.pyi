@@ -328,10 +328,13 @@ class PrefetchAdapterRequest(_message.Message):
     BASE_DIGEST_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     TO_DEVICE_FIELD_NUMBER: _builtins.int
+    FOR_REQUEST_FIELD_NUMBER: _builtins.int
     base_digest: _builtins.str
     """Digest of the base model; the worker refuses another."""
     to_device: _builtins.bool
-    """Bring it to the device too, if there is room beside what is in use; else only to the disk."""
+    """Bring it to the device too, if there is room beside what is in use and what was used of late; else only to the disk."""
+    for_request: _builtins.bool
+    """A request wants it that could not wait and may come again: what was used of late leaves for it as for a request."""
     @_builtins.property
     def adapter(self) -> Global___ResolvedAdapter:
         """The adapter."""
@@ -342,10 +345,11 @@ class PrefetchAdapterRequest(_message.Message):
         base_digest: _builtins.str = ...,
         adapter: Global___ResolvedAdapter | None = ...,
         to_device: _builtins.bool = ...,
+        for_request: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "base_digest", b"base_digest", "to_device", b"to_device"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "base_digest", b"base_digest", "for_request", b"for_request", "to_device", b"to_device"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -750,22 +754,26 @@ class TierUse(_message.Message):
     USED_BYTES_FIELD_NUMBER: _builtins.int
     BUDGET_BYTES_FIELD_NUMBER: _builtins.int
     NUM_ADAPTERS_FIELD_NUMBER: _builtins.int
+    MAX_ADAPTERS_FIELD_NUMBER: _builtins.int
     used_bytes: _builtins.int
     """Bytes of the adapters in it."""
     budget_bytes: _builtins.int
     """Most bytes that it holds."""
     num_adapters: _builtins.int
     """Adapters in it."""
+    max_adapters: _builtins.int
+    """Most adapters that it holds; 0 where only bytes bound it."""
     def __init__(
         self,
         *,
         used_bytes: _builtins.int = ...,
         budget_bytes: _builtins.int = ...,
         num_adapters: _builtins.int = ...,
+        max_adapters: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "num_adapters", b"num_adapters", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "max_adapters", b"max_adapters", "num_adapters", b"num_adapters", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

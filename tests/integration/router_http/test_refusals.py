@@ -165,6 +165,7 @@ async def test_defaults_of_left_out_features_are_tolerated(client: openai.AsyncO
         (errors.InvalidParameter("bad", field="min_tokens"), openai.BadRequestError, None),
         (errors.BaseMismatch("other base"), openai.ConflictError, None),
         (errors.LoraplexError("inside"), openai.InternalServerError, None),
+        (errors.CorruptArtifact("damaged", retry_after_s=4.0), openai.InternalServerError, "4"),
     ],
     ids=lambda value: getattr(value, "reason", None),
 )
@@ -180,6 +181,11 @@ async def test_a_workers_refusal_has_its_http_status(
         await client.chat.completions.create(model="sql", messages=USER)
     assert caught.value.response.headers.get("retry-after") == retry_after
     assert caught.value.code == error.reason.lower()
+    assert caught.value.type == kind_of(caught.value.status_code)
+
+
+def kind_of(status: int) -> str:
+    return "rate_limit_error" if status == 429 else "server_error" if status >= 500 else "invalid_request_error"
 
 
 async def test_no_worker_is_503_and_says_why(

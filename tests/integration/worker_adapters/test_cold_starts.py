@@ -176,7 +176,7 @@ async def test_status_tells_how_full_each_tier_is(front, steer, artifacts):
     status = await front.status_where(is_at(disk, DISK))
     on_device, on_disk = status["device_tier"], status["disk_tier"]
     assert (on_device.used_bytes, on_device.num_adapters) == (5000, 1)
-    assert on_device.budget_bytes == 64 * 4096
+    assert (on_device.budget_bytes, on_device.max_adapters) == (64 * 4096, 3)
     assert (on_disk.used_bytes, on_disk.budget_bytes, on_disk.num_adapters) == (8000, 8 * 2**30, 2)
     assert "host_tier" not in status
     await steer.unload(device, from_disk=True)

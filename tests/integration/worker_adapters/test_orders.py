@@ -87,6 +87,26 @@ async def test_a_prefetch_under_way_to_the_disk_goes_on_to_the_device_when_that_
     assert artifacts.opened[digest] == 1
 
 
+async def test_a_prefetch_takes_the_place_of_what_was_used_of_late_only_for_a_request_that_could_not_wait(
+    base, tmp_path, artifacts
+):
+    async with (
+        serving_artifacts(artifacts) as port,
+        running_front(base, tmp_path / "cache", registry_port=port, max_resident_adapters=2) as front,
+    ):
+        steer = Steer(front)
+        first, second, ahead, refused = (artifacts.add(name * 1000) for name in (b"1", b"2", b"a", b"r"))
+        for digest in (first, second):
+            assert (await front.generate(front.request(artifact=digest, max_tokens=2))).finished
+        await front.status_where(is_at(second, DEVICE))
+        await steer.prefetch(ahead, to_device=True)
+        await front.status_where(is_at(ahead, DISK))
+        await steer.prefetch(refused, to_device=True, for_request=True)
+        status = await front.status_where(is_at(refused, DEVICE))
+        tiers = {digest: status["adapters"][digest].tier for digest in (first, second, ahead)}
+        assert tiers == {first: DISK, second: DEVICE, ahead: DISK}
+
+
 async def test_a_prefetch_that_ends_before_it_began_is_no_fault(front, artifacts):
     steering, digest = front.app._steering, artifacts.add(b"never begun")
     steering.prefetch(CheckedAdapter("ab" * 32, digest), to_device=True)
@@ -94,7 +114,7 @@ async def test_a_prefetch_that_ends_before_it_began_is_no_fault(front, artifacts
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     gc.collect()  # what was never awaited would warn now
-    assert (steering._prefetches, steering._to_device, artifacts.opened[digest]) == ({}, set(), 0)
+    assert (steering._prefetches, steering._to_device, artifacts.opened[digest]) == ({}, {}, 0)
 
 
 async def test_a_prefetch_that_fails_disturbs_nobody(front, steer, artifacts):

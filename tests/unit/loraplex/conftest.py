@@ -132,6 +132,7 @@ class FakeCluster(
             quarantine_end_time=timestamp_pb2.Timestamp(seconds=60),
         )
         worker.device_tier.used_bytes, worker.device_tier.budget_bytes = 1_500_000, 64_000_000
+        worker.device_tier.num_adapters, worker.device_tier.max_adapters = 1, 32
         worker.disk_tier.used_bytes, worker.disk_tier.budget_bytes = 2_000, 10**9
         return fleet_pb2.ListWorkersResponse(workers=[worker])
 

@@ -224,6 +224,38 @@ def test_only_what_fits_most_of_a_tier_is_fetched_ahead_and_the_most_asked_for_f
     assert told(AdapterPolicy(SETTINGS).plan(many, [pinned], 0.0)) == {(OrderKind.TO_DEVICE, "w1", "a-x0")}
 
 
+def held(*tags: str, **fields: object) -> dict[str, Residency]:
+    return {f"a-{tag}": Residency(Tier.DEVICE, artifact_bytes=1_000_000, **fields) for tag in tags}  # type: ignore[arg-type]
+
+
+def with_places(count: int, **fields: object) -> WorkerView:
+    return worker("w1", device_tier=TierUse(0, 2**30, 0, count), **fields)
+
+
+def devices(plan: PolicyPlan) -> list[str]:
+    return [order.version.artifact_digest for order in plan.orders if order.kind is OrderKind.TO_DEVICE]
+
+
+def test_places_are_counted_as_bytes_are_and_what_finds_none_is_kept_on_the_disk():
+    many = [wanted(f"x{i}", rate=9.0 - i / 100) for i in range(100)]
+    plan = AdapterPolicy(SETTINGS).plan(many, [with_places(32)], 0.0)
+    assert devices(plan) == [f"a-x{i}" for i in range(25)]
+    assert {order.kind for order in plan.orders[25:]} == {OrderKind.TO_DISK}
+    there = with_places(32, adapters=held(*(f"x{i}" for i in range(32))))
+    plan = AdapterPolicy(SETTINGS).plan(many, [there], 1.0)
+    assert devices(plan) == []  # what is there already is the most asked for
+    pins = with_places(32, adapters=held(*(f"p{i}" for i in range(20)), pinned=True))
+    assert len(devices(AdapterPolicy(SETTINGS).plan(many, [pins], 0.0))) == 5
+    assert len(devices(AdapterPolicy(SETTINGS).plan(many, [with_places(0)], 0.0))) == 64  # bytes alone bound it
+
+
+def test_what_is_on_a_device_is_not_exchanged_for_its_equal():
+    there = with_places(2, adapters=held("x1"))  # a share for one
+    for rate, told_now in ((2.0, []), (2.4, []), (2.6, ["a-x2"])):
+        plan = AdapterPolicy(SETTINGS).plan([wanted("x2", rate), wanted("x1", 2.0)], [there], 0.0)
+        assert devices(plan) == told_now
+
+
 rates = st.lists(st.floats(0, 20), min_size=1, max_size=6)
 loads = st.lists(st.integers(0, 20_000), min_size=1, max_size=5)
 

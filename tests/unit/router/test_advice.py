@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from router.advice import MAX_PER_KIND, Advice, AdviceKind, advise
+from router.advice import MAX_PER_KIND, Advice, AdviceKind, about_pins, advise
+from router.catalog import Adapter, Version
 from router.demand import AdapterDemand, AdapterKey
+from router.pins import UnmetPin
 
 
 def demand(name: str, rate: float, cold_rate: float = 0.0, load_share: float = 0.0, tenant: str = "t") -> AdapterDemand:
@@ -40,6 +42,29 @@ def test_advice_to_keep_an_adapter_says_how_often_and_how_long_it_is_waited_for(
         "25% of its 2 requests per second wait for it to be loaded, 0.2 s each; pin it (loraplex adapter pin x), or "
         "give adapters more room"
     )
+
+
+def adapter(name: str, pin_replicas: int = 2) -> Adapter:
+    version = Version(f"v-{name}", f"a-{name}", "base")
+    return Adapter("t", name, "base", version, (version,), pin_replicas=pin_replicas)
+
+
+def test_pins_that_are_not_kept_are_told_with_the_reasons_the_worst_first_and_no_more_than_so_many():
+    unmet = {
+        "a-half": UnmetPin(1, 2, {"w1": "refuses: the arena is full"}),
+        "a-none": UnmetPin(0, 5, {f"w{number}": "is away" for number in range(5)}),
+        "a-nowhere": UnmetPin(0, 1, {}),
+        "a-unpinned": UnmetPin(0, 1, {}),
+    }
+    adapters = [*(adapter(name) for name in ("half", "none", "nowhere", "kept")), adapter("unpinned", 0)]
+    none, nowhere, half = about_pins(adapters, unmet)
+    assert (half.kind, half.tenant, half.adapter, half.worker_id) == (AdviceKind.UNMET_PIN, "t", "half", "w1")
+    assert half.figures == {"kept_ratio": 0.5}
+    assert half.reason == "pinned on 1 of 2 workers; w1 refuses: the arena is full"
+    assert none.reason.endswith(" 0 of 5 workers; w0 is away; w1 is away; w2 is away; and 2 more")
+    assert nowhere.reason.endswith(" 0 of 1 workers; no worker of its base is here")
+    many = [adapter(f"x{number}") for number in range(MAX_PER_KIND + 5)]
+    assert len(about_pins(many, {f"a-x{number}": UnmetPin(0, 1, {}) for number in range(99)})) == MAX_PER_KIND
 
 
 def throttled(*demands: AdapterDemand) -> list[tuple[str, str]]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from loraplex.pins import PIN_ON_ALL
 from router.catalog import Adapter, Version
 from router.orders import Deliveries, Order, OrderKind
-from router.pins import AWAY_S, UNDO_AFTER_S, Pin, PinPlanner, desired_pins
+from router.pins import AWAY_S, UNDO_AFTER_S, Pin, PinAnswer, PinPlanner, UnmetPin, desired_pins
 from router.placement import Residency, State, Tier, WorkerView, rendezvous_weight
 
 BASE = "b" * 64
@@ -51,6 +51,32 @@ def carried_out(orders: tuple[Order, ...], workers: list[WorkerView]) -> list[Wo
         digest = order.version.artifact_digest
         done[order.worker_id][digest] = replace(PINNED, pinned=order.kind is OrderKind.PIN)
     return [replace(w, adapters=done[w.worker_id]) for w in workers]
+
+
+def test_a_pin_that_is_not_kept_is_told_as_far_as_it_is_known_why():
+    planner, workers = PinPlanner(), fleet(3)
+    wanted = pins("x", replicas=PIN_ON_ALL)
+    assert planner.unmet(wanted, [], {}) == {"a-x": UnmetPin(0, 1, {})}  # no worker is known yet
+    planner.plan(wanted, workers, 0.0, in_step=True)
+    assert planner.unmet(wanted, workers, {}) == {}  # they have been told just now, perhaps
+    answers = {
+        ("w0", "a-x"): PinAnswer("e1", 1, "no room"),
+        ("w1", "a-x"): PinAnswer("e1", 3, ""),
+        ("w2", "a-x"): PinAnswer("e0", 3, "no room"),  # before its engine was started anew
+    }
+    assert planner.unmet(wanted, workers, answers) == {
+        "a-x": UnmetPin(0, 3, {"w0": "refuses: no room", "w1": "was told 3 times and lets go of it; its log says why"})
+    }
+    refused = replace(PINNED, tier=Tier.DISK, quarantine_reason="CORRUPT_ARTIFACT")
+    workers = [
+        worker("w0", "x"),
+        worker("w1", state=State.UNREACHABLE),
+        replace(worker("w2"), adapters={"a-x": refused}),
+    ]
+    assert planner.unmet(wanted, workers, answers) == {
+        "a-x": UnmetPin(1, 3, {"w1": "is away", "w2": "cannot have it: CORRUPT_ARTIFACT"})
+    }
+    assert planner.unmet(wanted, [worker(f"w{i}", "x") for i in range(3)], answers) == {}
 
 
 def test_the_catalogs_pins_are_of_current_versions_and_the_larger_of_two_names():

@@ -21,6 +21,7 @@ from router.placement import (
     Tier,
     WorkerView,
     expected_s,
+    homes,
     pick,
     rendezvous_weight,
 )
@@ -166,6 +167,21 @@ def test_silent_workers_are_used_only_if_nothing_else_is() -> None:
     silent, busy = view("w1", silent=True), view("w2", queued_prefill_tokens=50_000)
     assert pick(REQUEST, [silent, busy], rng()).worker.worker_id == "w2"
     assert pick(REQUEST, [silent], rng()).worker.worker_id == "w1"
+
+
+@pytest.mark.parametrize("tier", [Tier.SOURCE, Tier.DISK])
+def test_a_worker_that_refuses_the_adapter_goes_last(tier: Tier) -> None:
+    refused = {ADAPTER: Residency(tier, quarantine_reason="CORRUPT_ARTIFACT", quarantine_end_s=1e12)}
+    refusing = view("w1", adapters=refused)
+    for seed in range(20):
+        for busy in (0, 100_000):
+            other = view(f"other{seed}", queued_prefill_tokens=busy)
+            assert pick(WITH_ADAPTER, [refusing, other], rng()).worker is other
+            assert homes(BASE, ADAPTER, [refusing, other]) == [other, refusing]
+    assert pick(REQUEST, [refusing, view("w2", queued_prefill_tokens=9000)], rng()).worker is refusing
+    assert pick(WITH_ADAPTER, [refusing], rng()).worker is refusing  # which says why, and until when
+    over = replace(refusing, adapters={ADAPTER: Residency(tier)})
+    assert pick(WITH_ADAPTER, [over, view("w2", queued_prefill_tokens=9000)], rng()).worker is over
 
 
 @pytest.mark.parametrize(

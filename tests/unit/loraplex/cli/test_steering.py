@@ -25,7 +25,7 @@ def test_a_pin_is_to_as_many_workers_as_told_and_shown(run, fake_cluster, replic
     assert said in run("adapter", "pin", "sql", "--replicas", replicas).out
     assert fake_cluster.adapters["sql"].pin_replicas == stored
     assert run("adapter", "list").out.splitlines()[1].rstrip().endswith(f" {replicas}")
-    assert f"pinned   on {replicas} of the base's workers" in run("adapter", "show", "sql").out
+    assert f"pinned   to {replicas} of the base's workers" in run("adapter", "show", "sql").out
     assert run("adapter", "list", "--json").json()["adapters"][0]["pin_replicas"] == stored
 
 
@@ -35,7 +35,7 @@ def test_unpinning_tells_whether_it_was(run, fake_cluster):
     assert fake_cluster.adapters["sql"].pin_replicas == 0
     assert run("adapter", "unpin", "sql").out == "sql is not pinned\n"
     assert run("adapter", "unpin", "sql", "--json").json()["changed"] is False
-    assert "pinned   on" not in run("adapter", "show", "sql").out
+    assert "pinned   to" not in run("adapter", "show", "sql").out
 
 
 def test_what_is_no_number_of_workers_or_no_adapter_is_refused(run):
@@ -77,10 +77,10 @@ def test_unloading_tells_where_it_was(run, fake_cluster):
 
 def test_workers_tell_their_tiers_and_what_is_pinned_or_refused(run):
     out = run("worker", "list").out
-    assert "device 1.5 MB/64.0 MB, disk 2.0 kB/1.0 GB" in out
+    assert "device 1.5 MB/64.0 MB (1/32), disk 2.0 kB/1.0 GB" in out
     assert "bad (disk, pinned, refused: CORRUPT_ARTIFACT)" in out
     (worker,) = run("worker", "list", "--json").json()["workers"]
-    assert worker["disk_tier"] == {"used_bytes": 2000, "budget_bytes": 10**9, "num_adapters": 0}
+    assert worker["disk_tier"] == {"used_bytes": 2000, "budget_bytes": 10**9, "num_adapters": 0, "max_adapters": 0}
     assert worker["host_tier"] is None
     assert worker["adapters"][1]["quarantine_end_time"] == "1970-01-01T00:01:00+00:00"
 

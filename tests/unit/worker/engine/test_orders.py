@@ -53,11 +53,14 @@ def test_loads_of_one_adapter_join_and_fail_together(drive: Drive) -> None:
 
 def test_loads_go_behind_requests_and_by_urgency(drive: Drive) -> None:
     driver = drive(max_resident_adapters=3)
-    ahead, pinned, asked = (driver.load(name, urgency) for name, urgency in zip("xyz", reversed(Urgency), strict=True))
+    ahead, refused, pinned, asked = (
+        driver.load(name, urgency) for name, urgency in zip("wxyz", reversed(Urgency), strict=True)
+    )
     driver.submit(adapter="r")
     driver.step()
     assert driver.started_loads == ["r", "z", "y"]
-    assert driver.failed[ahead].reason == "DEVICE_FULL"  # no slot is left, and nobody is in a hurry
+    for order in (ahead, refused):
+        assert driver.failed[order].reason == "DEVICE_FULL"  # no slot is left, and nobody is in a hurry
     driver.finish_loads()
     assert driver.steered.keys() == {pinned, asked}
 
@@ -77,6 +80,50 @@ def test_a_load_takes_nothing_that_a_waiting_request_needs(drive: Drive) -> None
     driver.run_until_idle()
     assert {running, waiting} <= driver.finished.keys()
     assert order in driver.steered
+
+
+def serve(driver: Driver, *names: str) -> None:
+    for name in names:
+        driver.submit(adapter=name)
+        driver.run_until_idle()
+
+
+def test_a_load_ahead_takes_the_place_of_no_adapter_that_was_used_of_late(drive: Drive) -> None:
+    driver = drive(max_resident_adapters=2)
+    serve(driver, "a", "b")
+    ahead = driver.load("c", Urgency.AHEAD)
+    driver.run_until_idle()
+    assert driver.failed[ahead].reason == "RESOURCE_EXHAUSTED"
+    assert resident(driver) == {"a", "b"}
+    refused = driver.load("c", Urgency.REFUSED)  # a request wanted it
+    driver.run_until_idle()
+    assert refused in driver.steered
+    assert resident(driver) == {"b", "c"}
+
+
+def test_a_load_ahead_takes_the_place_of_what_requests_would_displace_next_but_of_no_other(drive: Drive) -> None:
+    driver = drive(max_resident_adapters=3)
+    serve(driver, "a", "b", "c", "d")  # d has pushed out a, and b and c are worth no more than that was
+    orders = [driver.load(name, Urgency.AHEAD) for name in "xyz"]
+    driver.run_until_idle()
+    assert resident(driver) == {"d", "x", "y"}  # z may push out neither its like nor d
+    assert [order in driver.steered for order in orders] == [True, True, False]
+    serve(driver, "d", "d", "b")
+    assert resident(driver) == {"b", "d", "y"}
+
+
+def test_a_load_ahead_takes_no_chunks_of_adapters_that_were_used_of_late(drive: Drive) -> None:
+    # 32 chunks, of which three adapters take 27
+    driver = drive(max_resident_adapters=9, chunk_bytes=16, adapter_chunk_bytes=16, prefix_cache=False)
+    a, b, c, d = (name * 16 * 9 for name in "abcd")
+    serve(driver, a, b, c)
+    ahead = driver.load(d, Urgency.AHEAD)
+    driver.run_until_idle()
+    assert ahead in driver.failed
+    assert resident(driver) == {a, b, c}
+    driver.load(d, Urgency.REFUSED)
+    driver.run_until_idle()
+    assert resident(driver) == {b, c, d}
 
 
 def test_an_idle_adapter_is_unloaded_at_once_and_one_that_is_not_there_is_no_error(drive: Drive) -> None:
