@@ -48,6 +48,8 @@ class Memory:
         self._evicted: list[int] = []
         self._unloaded: list[int] = []
         self._level = Level()
+        self.on_host: set[str] = set()
+        """Artifact digests of what is in the host tier, which the scheduler hears of."""
 
     @property
     def arena(self) -> Arena:
