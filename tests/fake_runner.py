@@ -183,6 +183,8 @@ class FakeRunner:
                 time.sleep(0.2)
             else:
                 assert self.load_gate.wait(30), "nobody opened the load gate"
+        if data.startswith((b"corrupt", b"crash")):
+            self.forget_on_host(path.name)
         if data.startswith(b"corrupt"):
             raise CorruptArtifact("the adapter's file is damaged", path=path.name)
         if data.startswith(b"crash"):
@@ -196,6 +198,11 @@ class FakeRunner:
             for chunk in chunk_ids[:used]:
                 self.contents[chunk] = {-1: slot}
         return AdapterLoad(len(data), used)
+
+    def forget_on_host(self, artifact_digest: str) -> None:
+        with self._lock:
+            if self.host.pop(artifact_digest, None) is not None:
+                self._host_gone.append(artifact_digest)
 
     def take_host_changes(self) -> HostChanges:
         with self._lock:

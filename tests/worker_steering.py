@@ -21,6 +21,7 @@ from tests.worker_front import Front
 
 NOWHERE = AdapterTier.ADAPTER_TIER_UNSPECIFIED
 DEVICE = AdapterTier.ADAPTER_TIER_DEVICE
+HOST = AdapterTier.ADAPTER_TIER_HOST
 DISK = AdapterTier.ADAPTER_TIER_DISK
 SOURCE = AdapterTier.ADAPTER_TIER_SOURCE
 

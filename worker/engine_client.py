@@ -21,6 +21,7 @@ from loraplex.errors import BY_REASON, EngineDown, LoraplexError, QueueFull
 from worker.engine_link import EngineLink, EngineStartError, LinkBroken, LinkClosed
 from worker.mailbox import (
     Abort,
+    AdapterFile,
     AdapterOnDevice,
     Compare,
     Compared,
@@ -30,6 +31,7 @@ from worker.mailbox import (
     Load,
     Output,
     Pin,
+    Provide,
     Ready,
     Shutdown,
     StartFailed,
@@ -63,6 +65,9 @@ class RequestOwner(Protocol):
 
     def on_output(self, output: Output) -> None:
         """Take tokens; the last output carries `finish`."""
+
+    def on_file_wanted(self, request_id: int) -> None:
+        """Learn that the request waits for its adapter's file, which was not on the disk when it was submitted."""
 
     def on_failure(self, request_id: int, error: LoraplexError) -> None:
         """Learn that the request ended with an error."""
@@ -178,6 +183,11 @@ class EngineClient:
         """Let an adapter be evicted again; without an engine nothing is pinned."""
         if self.state is EngineState.READY and self._link is not None:
             self._link.send(Unpin(artifact_digest))
+
+    def provide(self, request_id: int, file: AdapterFile) -> None:
+        """Give a request the file that it waits for; one that is unknown, as after a loss of the engine, is ignored."""
+        if request_id in self._owners and self._link is not None:
+            self._link.send(Provide(request_id, file))
 
     def _send(self, message: Submit | Compare | Load | Unload | Pin) -> None:
         if self.state is not EngineState.READY or self._link is None:
@@ -303,6 +313,10 @@ class EngineClient:
                 if output.finish:
                     del self._owners[output.request_id]
                 owner.on_output(output)
+        for request_id in step.wanted:
+            waiting = self._owners.get(request_id)
+            if waiting is not None:
+                waiting.on_file_wanted(request_id)
         for compared in step.compared:
             comparing = self._comparing.pop(compared.request_id, None)
             if comparing is not None:

@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 
 from loraplex.errors import LoraplexError, ResourceExhausted
+from worker.adapters.late_file import LateFile
 from worker.admission import Ticket
 from worker.engine_client import EngineClient
 from worker.mailbox import Output, Position, Submit, Timing
@@ -77,8 +78,17 @@ class _Choice:
 class Generation:
     """Owner of `n` requests in the engine, until all have ended or `close` is called."""
 
-    def __init__(self, engine: EngineClient, ticket: Ticket, choices: list[ChoiceText], limits: StreamLimits) -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        ticket: Ticket,
+        choices: list[ChoiceText],
+        limits: StreamLimits,
+        late_file: LateFile | None = None,
+    ) -> None:
+        """`late_file` brings the adapter's file, where the engine was told that it is not on the disk."""
         self._engine = engine
+        self._late_file = late_file
         self._ticket = ticket
         self._limits = limits
         self._choices = [_Choice(index, text) for index, text in enumerate(choices)]
@@ -120,6 +130,11 @@ class Generation:
             )
         self._wake.set()
 
+    def on_file_wanted(self, request_id: int) -> None:
+        """Have the adapter's file brought."""
+        if request_id in self._by_request and self._late_file is not None:
+            self._late_file.wanted(request_id)
+
     def on_failure(self, request_id: int, error: LoraplexError) -> None:
         """End the stream with the engine's error; the other choices are stopped."""
         self._by_request.pop(request_id, None)
@@ -146,6 +161,8 @@ class Generation:
     def _release(self) -> None:
         self._engine.abort(tuple(self._by_request))
         self._by_request.clear()
+        if self._late_file is not None:
+            self._late_file.close()
         for choice in self._choices:
             choice.pending.clear()
         self._ticket.close(time.monotonic())

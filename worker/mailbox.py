@@ -45,6 +45,9 @@ class AdapterFile(msgspec.Struct, frozen=True, array_like=True):
     """Those of the file that do not go into the arena: embedding and head."""
     vocabulary_bytes: int = 0
     """What these take on the device."""
+    on_disk: bool = True
+    """Whether the file is there. Where it has left, the engine uses what it has of the adapter on the device or in host
+    memory; a request for which it has nothing any more waits until it is told the file, see `Step.wanted`."""
 
     @property
     def arena_bytes(self) -> int:
@@ -103,11 +106,20 @@ class Load(msgspec.Struct, frozen=True, tag=True, array_like=True):
     urgency: Urgency = Urgency.ASKED
 
 
+class Provide(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The file of a request's adapter, which `Step.wanted` asked for; no event answers it, unknown ids are ignored."""
+
+    request_id: int
+    adapter: AdapterFile
+
+
 class Unload(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Take an adapter off the device; answered by `Steered` once it is gone, by a `Failure` where it is in use."""
 
     request_id: int
     artifact_digest: str
+    from_host: bool = False
+    """Drop its copy in host memory as well."""
 
 
 class Pin(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -139,7 +151,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Leave the loop and exit 0. A closed mailbox means the same."""
 
 
-ToEngine = Submit | Compare | Load | Unload | Pin | Unpin | Abort | Shutdown
+ToEngine = Submit | Compare | Provide | Load | Unload | Pin | Unpin | Abort | Shutdown
 
 
 # Engine to front end.
@@ -310,6 +322,8 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
     host: tuple[str, ...] = ()
     """Artifact digests of adapters that came into page-locked host memory."""
     host_gone: tuple[str, ...] = ()
+    wanted: tuple[int, ...] = ()
+    """Requests that wait for their adapter's file: it was not on the disk, and the engine has the adapter no more."""
 
 
 FromEngine = Ready | StartFailed | Step

@@ -30,6 +30,7 @@ from loraplex.worker.v1.worker_pb2 import (
 from worker import mailbox
 from worker.adapter_service import AdapterService
 from worker.adapters.access import AdapterAccess
+from worker.adapters.late_file import LateFile
 from worker.adapters.steering import Steering
 from worker.adapters.store import AdapterStore, Lease
 from worker.adapters.versions import Versions
@@ -203,13 +204,20 @@ class WorkerService(AdapterService):
         await context.send_initial_metadata(((STATUS_SEQUENCE_KEY, str(parts.board.sequence)),))
 
         fetch_s = 0.0
+        file: mailbox.AdapterFile | None = None
+        late_file: LateFile | None = None
         if adapter is not None:
             asked_s = time.monotonic()
             parts.steering.check_deadline(adapter, context.time_remaining())
-            with tracing.span("adapter.fetch") as span:
-                held.lease = await parts.access.acquire(adapter, context.time_remaining())
-                span.set_attribute("loraplex.adapter.fetched", held.lease.fetched)
-            fetch_s = time.monotonic() - asked_s if held.lease.waited else 0.0
+            file = parts.steering.absent_file(adapter)
+            if file is not None:
+                late_file = parts.steering.late_file(adapter, context.time_remaining, held.fail)
+            else:
+                with tracing.span("adapter.fetch") as span:
+                    held.lease = await parts.access.acquire(adapter, context.time_remaining())
+                    span.set_attribute("loraplex.adapter.fetched", held.lease.fetched)
+                fetch_s = time.monotonic() - asked_s if held.lease.waited else 0.0
+                file = held.lease.file
 
         lease = held.lease
         seed = secrets.randbits(SEED_BITS) if sampling.seed is None else sampling.seed
@@ -220,13 +228,13 @@ class WorkerService(AdapterService):
                 request_id=request_id,
                 prompt_token_ids=prompt,
                 sampling=sampling.for_choice(index, seed=seed, room=room),
-                adapter=lease.file if lease is not None and parts.dedication is None else None,
+                adapter=file if parts.dedication is None else None,
                 tenant=checked.tenant,
                 arrival_s=arrival_s,
             )
 
         choices = [ChoiceText(base.text.vocabulary, sampling.stop, sampling.min_tokens) for _ in range(sampling.n)]
-        generation = held.generation = Generation(parts.engine, held.ticket, choices, parts.limits)
+        generation = held.generation = Generation(parts.engine, held.ticket, choices, parts.limits, late_file)
         held.observation.prompt(len(prompt))
         with EngineTrace(arrival_s, generation.timing_so_far) as engine:
             generation.submit(make)  # in here: the engine may begin before this thread goes on
@@ -243,6 +251,8 @@ class WorkerService(AdapterService):
                     if parts.dedication is not None:  # to the engine it is the base
                         timing = replace(timing, adapter_on_device=True)
                     engine.finished(timing)
+                    if late_file is not None and not timing.adapter_on_device:  # it had left before they began
+                        lease, fetch_s = late_file.lease, late_file.fetch_s
                     facts = serving_facts(
                         timing,
                         fetch_s=fetch_s,
@@ -252,8 +262,8 @@ class WorkerService(AdapterService):
                         digests=(adapter.version_digest, adapter.artifact_digest) if adapter else None,
                         worker_id=parts.worker_id,
                     )
-                    if lease is not None:
-                        tier = tier_of(timing, fetched=lease.fetched)
+                    if adapter is not None:
+                        tier = tier_of(timing, fetched=lease is not None and lease.fetched)
                         held.observation.adapter(tier, fetch_s + timing.adapter_load_s)
                     held.observation.finished()
                     message = finished_message(

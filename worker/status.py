@@ -117,7 +117,8 @@ def adapter_status(
     `quarantine` is why it is refused and until when, in seconds since the epoch.
 
     `cached_bytes` is its size on the disk, None where it is not there; `held` what the engine says of it. One that the
-    engine is still loading counts as on the disk.
+    engine is still loading counts as on the disk. What its file could not be fetched for refuses nobody while the
+    engine has it.
     """
     if cached_bytes is None and held is None and not (on_host or fetching or in_flight or pinned or quarantine):
         return None
@@ -129,6 +130,8 @@ def adapter_status(
         tier, loading = Tier.DISK, held is not None
     else:
         tier, loading = Tier.SOURCE, fetching
+    if cached_bytes is None and tier in (Tier.DEVICE, Tier.HOST):
+        quarantine = None
     size = cached_bytes if cached_bytes is not None else held.device_bytes if held is not None else 0
     return AdapterStatus(artifact_digest, tier, loading, in_flight, size, pinned, *(quarantine or ("", 0.0)))
 

@@ -21,6 +21,7 @@ from worker.adapters.store import AdapterStore, Lease
 from worker.adapters.versions import UNREADABLE_FILE, Versions
 from worker.deadline import time_to_wait
 from worker.engine.residency import FOR_REQUEST
+from worker.mailbox import AdapterFile
 from worker.requests import CheckedAdapter
 
 log = structlog.get_logger(__name__)
@@ -81,6 +82,15 @@ class AdapterAccess:
             lease.release()
             raise
         return lease
+
+    def absent_file(self, adapter: CheckedAdapter) -> AdapterFile | None:
+        """Return a file that has left the disk, for who needs the adapter alone; None where it is there, or not known.
+
+        A quarantine does not matter then: nothing is fetched. Raises VersionMismatch.
+        """
+        if self._store.holds(adapter.artifact_digest):
+            return None
+        return self._versions.recall(adapter.artifact_digest, adapter.version_digest)
 
     def expected_s(self, artifact_digest: str, artifact_bytes: int, *, fetch: bool) -> float | None:
         """Return the seconds it takes to bring an adapter from the disk to the device, and to `fetch` it before.

@@ -87,7 +87,8 @@ class HostTier:
         with self._lock:
             if digest in self._copies:  # another thread was faster
                 return self._copies[digest].adapter
-            self._make_room(num_bytes)
+            if not self._make_room(num_bytes):
+                return packed
             self._used_bytes += num_bytes  # before the memory is taken, which needs no lock
         try:
             adapter = copied(packed, self._allocate(num_bytes))
@@ -105,11 +106,11 @@ class HostTier:
             self._used(digest, copy)
         return adapter
 
-    def forget(self, path: Path) -> None:
-        """Drop the copy of a file whose adapter could not be loaded."""
+    def forget(self, artifact_digest: str) -> None:
+        """Drop the copy of an adapter that could not be loaded, or is to be kept nowhere, if there is one."""
         with self._lock:
-            if path.name in self._copies:
-                self._drop(path.name)
+            if artifact_digest in self._copies:
+                self._drop(artifact_digest)
 
     def take_changes(self) -> HostChanges:
         """Return which adapters came and left since the last call."""
@@ -128,11 +129,15 @@ class HostTier:
         self._order.discard(digest)
         self._order.add(digest, self._level.value + worth(copy.copy_s, copy.uses, copy.num_bytes))
 
-    def _make_room(self, num_bytes: int) -> None:
-        """Drop copies until so many bytes fit, or none is left: others' memory may be on its way."""
+    def _make_room(self, num_bytes: int) -> bool:
+        """Drop copies until so many bytes fit; returns whether they do: what other threads copy meanwhile stays."""
+        missing_bytes = self._used_bytes + num_bytes - self.budget_bytes
+        if missing_bytes > sum(copy.num_bytes for copy in self._copies.values()):
+            return False
         while self._used_bytes + num_bytes > self.budget_bytes and (least := self._order.least()) is not None:
             self._level.rise(least[0])
             self._drop(least[1])
+        return True
 
     def _drop(self, digest: str) -> None:
         self._used_bytes -= self._copies.pop(digest).num_bytes

@@ -24,6 +24,7 @@ from loraplex.errors import (
     ResourceExhausted,
 )
 from worker.adapters.access import UNHURRIED_S, AdapterAccess
+from worker.adapters.late_file import LateFile
 from worker.adapters.outside import Outside
 from worker.adapters.store import AdapterStore
 from worker.deadline import time_to_wait
@@ -117,6 +118,8 @@ class Steering:
         """
         digest, began_s = adapter.artifact_digest, time.monotonic()
         tier = self._where(digest) or Tier.SOURCE
+        if tier is Tier.DEVICE and self.absent_file(adapter) is not None:
+            return tier, time.monotonic() - began_s
         lease = await self._access.acquire(adapter, remaining_s, Urgency.ASKED, try_now=True)
         try:
             left_s = UNHURRIED_S if remaining_s is None else time_to_wait(remaining_s) - (time.monotonic() - began_s)
@@ -177,7 +180,7 @@ class Steering:
         return True
 
     async def unload(self, artifact_digest: str, *, from_disk: bool) -> Tier | None:
-        """Take an adapter off the device, and off the disk if asked; returns where it was.
+        """Take an adapter off the device, and out of host memory and off the disk if asked; returns where it was.
 
         With its file what it failed with is forgotten: the next request fetches it anew. Raises FailedPrecondition
         while a request uses it or it is pinned.
@@ -193,7 +196,7 @@ class Steering:
         if prefetch is not None:
             prefetch.cancel()
             await asyncio.wait([prefetch])
-        await carry_out(self._engine, lambda order_id: Unload(order_id, artifact_digest))
+        await carry_out(self._engine, lambda order_id: Unload(order_id, artifact_digest, from_host=from_disk))
         if from_disk:
             self._store.remove(artifact_digest)
             self._access.quarantine.pardon(artifact_digest)
@@ -258,7 +261,9 @@ class Steering:
 
         Returns what to cancel when it ends.
         """
-        if remaining_s is None or self._where(adapter.artifact_digest) is Tier.DEVICE:
+        digest = adapter.artifact_digest
+        stays = self._where(digest) is Tier.DEVICE and self._store.holds(digest)
+        if remaining_s is None or stays:  # it may leave before the request begins, but without its file it comes late
             return None
         size_bytes = self._store.size_bytes(adapter.artifact_digest) or adapter.artifact_bytes
         expected_s = self._access.expected_s(adapter.artifact_digest, size_bytes, fetch=False)
@@ -267,6 +272,23 @@ class Steering:
             retry_after_s=max(_RETRY_AFTER_S, expected_s or 0.0),
         )
         return asyncio.get_running_loop().call_later(time_to_wait(remaining_s), waiter.give_up_waiting, error)
+
+    def absent_file(self, adapter: CheckedAdapter) -> AdapterFile | None:
+        """Return an adapter's file where the disk has it no more, but the engine the adapter; else None: it is leased.
+
+        What is submitted with it is to have a `late_file`. Raises VersionMismatch.
+        """
+        held = self._engine.adapters.get(adapter.artifact_digest)
+        is_there = held is not None and not held.loading
+        if not is_there and adapter.artifact_digest not in self._engine.on_host:
+            return None
+        return self._access.absent_file(adapter)
+
+    def late_file(
+        self, adapter: CheckedAdapter, remaining_s: Callable[[], float | None], fail: Callable[[LoraplexError], None]
+    ) -> LateFile:
+        """Return what brings an absent file to the engine if it asks; `fail` ends the request."""
+        return LateFile(lambda: self._access.acquire(adapter, remaining_s()), self._start, self._engine.provide, fail)
 
     def load_failed(self, artifact_digest: str, error: LoraplexError) -> None:
         """Note that the engine could not load an adapter; what that means takes a while to find out."""

@@ -1,6 +1,7 @@
 """Which adapter version an artifact holds, as its own header says: what a request was resolved to must be that.
 
-An artifact is named by the digest of its bytes, so what was read once stays true, whatever the cache evicts.
+An artifact is named by the digest of its bytes, so what was read once stays true, whatever the cache evicts. That goes
+for its sizes too: a file that has left can be described to the engine, which may have the adapter.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import json
 from collections import OrderedDict
 from pathlib import Path
 from typing import Final
+
+from msgspec.structs import replace
 
 from common.adapter_format.reading import KEY
 from common.adapter_format.tensor_file import MAX_HEADER_BYTES
@@ -26,31 +29,39 @@ class Versions:
     """Remembers the versions of the artifacts asked for last."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[str, str] = OrderedDict()
+        self._known: OrderedDict[str, tuple[str, AdapterFile]] = OrderedDict()
 
     async def check(self, file: AdapterFile, version_digest: str) -> None:
         """Compare a verified file with what a request names. Raises VersionMismatch.
 
         A file without a readable header passes: the engine refuses it, and tells what is wrong with it.
         """
-        held = self._known.get(file.artifact_digest)
-        if held is None:
+        if file.artifact_digest not in self._known:
             try:
                 held = await asyncio.to_thread(_read_version_digest, Path(file.path))
             except (KeyError, TypeError, ValueError, RecursionError, OSError):
                 return
-            self._known[file.artifact_digest] = held
+            self._known[file.artifact_digest] = held, file
             while len(self._known) > _KEPT:
                 self._known.popitem(last=False)
-        self._known.move_to_end(file.artifact_digest)
+        self.recall(file.artifact_digest, version_digest)
+
+    def recall(self, artifact_digest: str, version_digest: str) -> AdapterFile | None:
+        """Return an artifact's file as one that has left the disk; None where it is unknown. Raises VersionMismatch."""
+        known = self._known.get(artifact_digest)
+        if known is None:
+            return None
+        self._known.move_to_end(artifact_digest)
+        held, file = known
         if held != version_digest:
             raise VersionMismatch(
-                f"artifact {file.artifact_digest[:12]} holds adapter version {held[:12]}, and the request was "
+                f"artifact {artifact_digest[:12]} holds adapter version {held[:12]}, and the request was "
                 f"resolved to {version_digest[:12]}; register the adapter again",
                 field="adapter.version_digest",
                 expected=version_digest,
                 actual=held,
             )
+        return replace(file, on_disk=False)
 
 
 def _read_version_digest(file: Path) -> str:

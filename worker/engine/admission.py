@@ -10,7 +10,7 @@ loads end, and the first in order always gets what becomes free. Pure: time is a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -20,6 +20,7 @@ from worker.engine.memory import Memory
 from worker.engine.request import Request
 from worker.engine.residency import Placement, Slot
 from worker.engine.waiting import WaitingQueue
+from worker.mailbox import AdapterFile
 
 LOOKAHEAD_REQUESTS: Final = 128
 """How far behind the first waiting request others are considered in one step."""
@@ -39,6 +40,8 @@ class Admission:
     """Chunks that must be left: for running requests, and for those that were considered and still wait."""
     may_place: bool = True
     """Whether no waiting request lacks a slot or chunks for its adapter."""
+    lacking: tuple[Request, ...] = ()
+    """Requests whose adapter is nowhere in the engine, and its file not on the disk."""
 
 
 def admit(
@@ -75,6 +78,7 @@ class _Pass:
         self._admitted: list[Request] = []
         self._placements: list[Placement] = []
         self._passed: list[Request] = []
+        self._lacking: list[Request] = []
         self._waiting_blocks = 0  # of all that were considered and not admitted
 
     def over(self, waiting: WaitingQueue) -> Admission:
@@ -89,6 +93,7 @@ class _Pass:
             frozenset(self._claimed),
             self._reserve + self._waiting_blocks,
             self._placing,
+            tuple(self._lacking),
         )
 
     @property
@@ -113,7 +118,7 @@ class _Pass:
         without this two tenants could have their adapters push out each other's unused for ever.
         """
         lookahead = LOOKAHEAD_REQUESTS if self._has_place else LOOKAHEAD_LOADS
-        ordered = list(islice(waiting.in_order(), lookahead))
+        ordered = list(islice(self._able(waiting), lookahead))
         aged = [request for request in ordered if request.passed_over_s is not None and self._is_aged(request)]
         first = sorted(aged, key=lambda request: (request.passed_over_s or 0.0, request.sequence))
         unused = [waiting.find(slot.request_id) for slot in self._memory.residency.unused()]
@@ -122,11 +127,27 @@ class _Pass:
             return ordered
         return list(dict.fromkeys([*first, *ordered]))
 
+    def _able(self, waiting: WaitingQueue) -> Iterator[Request]:
+        """Iterate over the queue in order, but for those that cannot go on without their adapter's file."""
+        for request in waiting.in_order():
+            if request.adapter is None or request.adapter.on_disk or not self._lacks(request.adapter):
+                yield request
+            else:
+                self._lacking.append(request)
+
+    def _lacks(self, adapter: AdapterFile) -> bool:
+        """Tell whether an adapter whose file has left is nowhere in the engine either."""
+        digest = adapter.artifact_digest
+        return self._memory.residency.find(digest) is None and digest not in self._memory.on_host
+
     def _consider(self, request: Request) -> None:
         adapter = request.adapter
         slot: Slot | None = None
         if adapter is not None:
             slot = self._memory.residency.find(adapter.artifact_digest)
+            if slot is None and not adapter.on_disk and self._lacks(adapter):  # since this pass has begun
+                self._lacking.append(request)
+                return
             if slot is None and self._placing:
                 reserve = self._reserve + self._ready_blocks
                 placement = self._memory.place(adapter, request, self._claimed, reserve=reserve, now=self._now)

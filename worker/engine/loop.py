@@ -32,7 +32,9 @@ from worker.mailbox import (
     Load,
     Output,
     Pin,
+    Provide,
     Shutdown,
+    Steered,
     Step,
     Submit,
     ToEngine,
@@ -101,6 +103,8 @@ class EngineLoop:
         self._answered_step = 0
         self._failures: list[Failure] = []
         self._failed_loads: list[FailedLoad] = []
+        self._wanted: tuple[int, ...] = ()
+        self._host_unloads: dict[int, str] = {}  # orders after which a copy in the host tier leaves too
         self._host: dict[str, bool] = {}  # whether it is in the host tier, for those that are to be told
         self._compared: list[Compared] = []
         self._quick_load_s = math.inf
@@ -134,7 +138,11 @@ class EngineLoop:
                 failure = self._scheduler.compare(message)
                 if failure is not None:
                     self._failures.append(failure)
+            case Provide():
+                self._scheduler.provide(message)
             case Load() | Unload() | Pin() | Unpin():
+                if isinstance(message, Unload) and message.from_host:
+                    self._host_unloads[message.request_id] = message.artifact_digest
                 self._scheduler.order(message)
             case Abort():
                 self._scheduler.abort(message.request_ids)
@@ -155,6 +163,9 @@ class EngineLoop:
         self._begin_loads(schedule.evicted_slots, schedule.placements)
         for slot in schedule.hurried_slots:
             self._loader.hurry(slot)
+        if schedule.wanted:  # told before the step, which may take longer than the file
+            self._wanted = schedule.wanted
+            self._tell([])
         if schedule.plan is not None:
             self._in_flight.append(_InFlight(schedule.plan, self._start(schedule.plan), started))
             if len(self._in_flight) < self._max_in_flight:
@@ -191,9 +202,10 @@ class EngineLoop:
             else:
                 log.warning("engine.load_failed", slot=loaded.slot, error=str(loaded.outcome))
                 problem = self._describe(loaded.outcome)
-                digest, failures = self._scheduler.adapter_failed(loaded.slot, problem)
+                failed_load, failures = self._scheduler.adapter_failed(loaded.slot, problem)
                 self._failures += failures
-                self._failed_loads.append(FailedLoad(digest, *problem))
+                if failed_load is not None:
+                    self._failed_loads.append(failed_load)
 
     def _take_host_changes(self) -> None:
         changes = self._runner.take_host_changes()
@@ -248,20 +260,32 @@ class EngineLoop:
 
     def _tell(self, outputs: list[Output], *, step_s: float | None = None) -> None:
         """Send one frame after a step, or when something changed without one."""
-        steered, failures = self._scheduler.take_orders_done()
+        steered, failures = self._take_orders_done()
         self._failures += failures
         status, changes = self._scheduler.status(), self._scheduler.take_adapter_changes()
-        heard = self._failures or self._failed_loads or steered or changes or self._host
+        heard = self._failures or self._failed_loads or steered or changes or self._host or self._wanted
         if step_s is None and not (heard or status != self._told):
             return
         told = (self._answered_step, tuple(outputs), tuple(self._failures), status, changes.adapters, changes.gone)
         more = (tuple(self._compared), tuple(steered), tuple(self._failed_loads), *self._told_of_host())
-        self._inbox.send(Step(*told, step_s or 0.0, *more))
+        self._inbox.send(Step(*told, step_s or 0.0, *more, self._wanted))
         self._failed_loads.clear()
         self._host.clear()
         self._failures.clear()
         self._compared.clear()
+        self._wanted = ()
         self._told = status
+
+    def _take_orders_done(self) -> tuple[list[Steered], list[Failure]]:
+        """Return the orders done and failed; what is unloaded from the host tier too has left it when that is told."""
+        steered, failures = self._scheduler.take_orders_done()
+        for failure in failures if self._host_unloads else ():
+            self._host_unloads.pop(failure.request_id, None)
+        for done in steered if self._host_unloads else ():
+            if (digest := self._host_unloads.pop(done.request_id, None)) is not None:
+                self._runner.forget_on_host(digest)
+                self._take_host_changes()
+        return steered, failures
 
     def _told_of_host(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         came = tuple([digest for digest, is_there in self._host.items() if is_there])

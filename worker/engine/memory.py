@@ -49,6 +49,8 @@ class Memory:
         self._unloaded: list[int] = []
         self._level = Level()
         self._displaced = 0.0  # the highest priority of an adapter that left for a request or an order
+        self.on_host: set[str] = set()
+        """Artifact digests of what is in the host tier, which the scheduler hears of."""
 
     @property
     def arena(self) -> Arena:

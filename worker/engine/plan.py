@@ -173,12 +173,17 @@ class Runner(Protocol):
         """Bring the packed adapter at `path` into device slot `slot` and the arena's chunks `chunk_ids`.
 
         Runs on a loader thread beside steps that use neither the slot nor the chunks. Raises CorruptArtifact,
-        BaseMismatch or ResourceExhausted (the chunks do not hold it); then the slot is empty and no chunk in use.
+        BaseMismatch or ResourceExhausted (the chunks do not hold it); then the slot is empty, no chunk in use, and no
+        copy in the host tier.
         """
         ...
 
     def release_adapter(self, slot: int) -> None:
         """Forget the slot's adapter, whose chunks are about to be reused; no enqueued step uses it."""
+        ...
+
+    def forget_on_host(self, artifact_digest: str) -> None:
+        """Drop an adapter's copy in the host tier, if there is one."""
         ...
 
     def take_host_changes(self) -> HostChanges:

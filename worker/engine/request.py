@@ -30,6 +30,7 @@ class Request:
     """Length of the prompt."""
     sampling: Sampling
     adapter: AdapterFile | None
+    """Set again by `WaitingQueue.provide`, to the same with its file on the disk."""
     tenant: str
     arrival_s: float
     """When the RPC came, by the front end's clock, which is the engine's."""
@@ -42,7 +43,7 @@ class Request:
     token_ids: list[int]
     """Known tokens: the prompt, then what was generated; PENDING where steps in flight have yet to choose."""
 
-    # Set by `Scheduler.submit` and corrected by `Scheduler.adapter_loaded`.
+    # Set by `Scheduler.submit` and corrected by `Scheduler.adapter_loaded` and `WaitingQueue.park`.
     adapter_on_device: bool
     """The adapter was on the device when the request came and never had to be loaded for it."""
 

@@ -43,11 +43,13 @@ from worker.mailbox import (
     Compare,
     Compared,
     EngineStatus,
+    FailedLoad,
     Failure,
     Load,
     Output,
     Pin,
     Position,
+    Provide,
     Steered,
     Submit,
     Unload,
@@ -69,6 +71,8 @@ class Schedule:
     """What can never start."""
     hurried_slots: tuple[int, ...] = ()
     """Slots whose loads were begun for nobody in a hurry, and that requests wait for now."""
+    wanted: tuple[int, ...] = ()
+    """Requests whose adapter's file is to be asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +98,12 @@ class Scheduler:
         self._may_be_unwanted = False  # a load, since somebody left
         self._hurried: list[int] = []
         self._has_cold_arrivals = False
-        self._on_host: set[str] = set()
         self._host_bytes = 0
         self._compared: list[Compared] = []
         self._running: dict[int, Request] = {}
         self._in_flight: deque[_InFlight] = deque()  # in the order in which they are answered
         self._ended: list[int] = []  # known to the runner, which is told with the next plan
-        self._sequence = 0
-        self._step = 0
+        self._sequence = self._step = 0
         self._num_preempted = self._num_cached_tokens = 0
 
     # Requests come and go.
@@ -124,7 +126,7 @@ class Scheduler:
             max_known_tokens=refusal.max_known_tokens(submit, self._config, pinned),
             chain_start=chain_start(self._config.base_identity, digest, submit.tenant),
             adapter_on_device=slot is not None and not slot.loading,
-            adapter_on_host=digest in self._on_host,
+            adapter_on_host=digest in self._memory.on_host,
         )
         self._counters.set_weight(submit.tenant, submit.weight)
         self._waiting.add(request)
@@ -135,6 +137,10 @@ class Scheduler:
             self._hurried.append(slot.index)
         self._has_cold_arrivals |= digest is not None and slot is None
         return None
+
+    def provide(self, provide: Provide) -> None:
+        """Take the file that a request waits for."""
+        self._waiting.provide(provide.request_id, provide.adapter)
 
     def compare(self, compare: Compare) -> Failure | None:
         """Queue a comparison, or return why it can never run. Raises ValueError when its id is in use."""
@@ -181,8 +187,7 @@ class Scheduler:
                 self._orders.unload(order, used=self._is_used(order.artifact_digest))
                 self._may_be_unwanted = True
             case Pin():
-                waiting = self._waiting.in_order()
-                self._orders.pin(order, [*waiting, *self._running.values()])
+                self._orders.pin(order, [*self._waiting.in_order(), *self._waiting.parked, *self._running.values()])
 
     def take_orders_done(self) -> tuple[list[Steered], list[Failure]]:
         """Return the orders that were done and those that failed since the last call."""
@@ -220,16 +225,19 @@ class Scheduler:
 
     def host_changed(self, changes: HostChanges) -> None:
         """Note which adapters came into the host tier and left it."""
-        self._on_host.update(changes.came)
-        self._on_host.difference_update(changes.gone)
+        self._memory.on_host.update(changes.came)
+        self._memory.on_host.difference_update(changes.gone)
         self._host_bytes = changes.used_bytes
 
-    def adapter_failed(self, slot_index: int, problem: refusal.Problem) -> tuple[str, list[Failure]]:
+    def adapter_failed(self, slot_index: int, problem: refusal.Problem) -> tuple[FailedLoad | None, list[Failure]]:
         """Note that a load failed: the slot is free again and all requests that wait for the adapter fail.
 
-        Returns the adapter's digest and the requests' failures.
+        Returns what is to be told of the adapter, and the requests' failures. Where its file was not there and its copy
+        in host memory has left meanwhile, nobody fails: who waits asks for the file.
         """
         slot = self._memory.failed(slot_index)
+        if not slot.file.on_disk:
+            return None, []
         self._orders.failed(slot.file.artifact_digest, problem)
         failures = []
         for request in self._waiting.waiting_for(slot.file.artifact_digest):
@@ -238,7 +246,7 @@ class Scheduler:
         for request_id in self._comparisons.waiting_for(slot.file.artifact_digest):
             self._comparisons.remove(request_id)
             failures.append(Failure(request_id, *problem))
-        return slot.file.artifact_digest, failures
+        return FailedLoad(slot.file.artifact_digest, *problem), failures
 
     # Steps.
 
@@ -261,6 +269,7 @@ class Scheduler:
         if (self._waiting or self._orders) and not short:
             admission = admit(self._waiting, tuple(self._running.values()), self._memory, self._config, now)
             placements = (*admission.placements, *self._place_ordered(admission, now))
+            self._waiting.park(admission.lacking)
             for request in admission.admitted:
                 self._admit(request)
             if not admission.admitted and not placements:
@@ -279,7 +288,7 @@ class Scheduler:
                 failures = (*failures, failure)
         plan = self._plan(shares, comparison) if shares or comparison is not None else None
         hurried, self._hurried = tuple(self._hurried), []
-        return Schedule(self._memory.take_evicted(), placements, plan, failures, hurried)
+        return Schedule(self._memory.take_evicted(), placements, plan, failures, hurried, self._waiting.take_wanted())
 
     def place_ahead(self, now: float) -> tuple[tuple[int, ...], tuple[Placement, ...]]:
         """Begin loads for requests that came since the last call, before a step is planned; returns as a Schedule does.
@@ -352,7 +361,7 @@ class Scheduler:
         queued = sum([request.uncomputed_tokens for request in self._running.values()])
         return EngineStatus(
             running_requests=len(self._running),
-            waiting_requests=len(self._waiting) + len(self._comparisons),
+            waiting_requests=len(self._waiting) + len(self._waiting.parked) + len(self._comparisons),
             queued_prefill_tokens=self._waiting.uncomputed_tokens + queued,
             free_blocks=self._memory.available(),
             prefill_tokens_per_second=self._rates.prefill.tokens_per_second,

@@ -1,15 +1,17 @@
 """The requests that wait: tenants by what they have had, each tenant's requests in the order in which they came.
 
-Waiting requests hold nothing. One that was preempted stands among its tenant's others where it stood before.
+Waiting requests hold nothing. One that was preempted stands among its tenant's others where it stood before. One whose
+adapter's file has left the disk, and the adapter the engine, is parked: it stands in nobody's way until the file comes.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from worker.engine.fairness import TenantCounters
 from worker.engine.request import Request
+from worker.mailbox import AdapterFile
 
 
 class WaitingQueue:
@@ -19,13 +21,20 @@ class WaitingQueue:
         self._counters = counters
         self._requests: dict[int, Request] = {}
         self._by_tenant: dict[str, dict[int, Request]] = {}
+        self._parked: dict[int, Request] = {}
+        self._wanted: list[int] = []
         self._last_tenant: str | None = None
         self._tokens = 0
 
     @property
     def uncomputed_tokens(self) -> int:
-        """Tokens that the waiting requests have to compute before they generate."""
+        """Tokens that the waiting requests have to compute before they generate, those of parked ones too."""
         return self._tokens
+
+    @property
+    def parked(self) -> Collection[Request]:
+        """The requests that wait for their adapter's file."""
+        return self._parked.values()
 
     def add(self, request: Request) -> None:
         """Put a request in. A tenant that did not wait is lifted, unless its request was preempted."""
@@ -51,11 +60,36 @@ class WaitingQueue:
             if not queue:
                 del self._by_tenant[request.tenant]
                 self._last_tenant = request.tenant
+        else:
+            request = self._parked.pop(request_id, None)
+        if request is not None:
             self._tokens -= len(request.token_ids)
         return request
 
+    def park(self, requests: Iterable[Request]) -> None:
+        """Set requests aside that cannot go on without their adapter's file, and have it asked for."""
+        for request in requests:
+            self.remove(request.request_id)
+            self._parked[request.request_id] = request
+            self._tokens += len(request.token_ids)
+            self._wanted.append(request.request_id)
+            if not request.was_admitted:
+                request.adapter_on_device = False
+
+    def provide(self, request_id: int, file: AdapterFile) -> None:
+        """Put a parked request back in, whose adapter's file is there; unknown ones are ignored."""
+        if request_id in self._parked and (request := self.remove(request_id)) is not None:
+            request.adapter = file
+            self.add(request)
+
+    def take_wanted(self) -> tuple[int, ...]:
+        """Return the requests parked since the last call."""
+        wanted = tuple(self._wanted)
+        self._wanted.clear()
+        return wanted
+
     def find(self, request_id: int) -> Request | None:
-        """Return a request that waits."""
+        """Return a request that waits for nothing but its turn."""
         return self._requests.get(request_id)
 
     def waiting_for(self, artifact_digest: str) -> list[Request]:
@@ -92,14 +126,17 @@ class WaitingQueue:
             heapq.heapreplace(heap, (counter, following.sequence, following, rest))
 
     def tenants(self) -> Iterator[str]:
-        """Iterate over the tenants that wait."""
-        return iter(self._by_tenant)
+        """Iterate over the tenants that wait, those of parked requests perhaps more than once."""
+        yield from self._by_tenant
+        for request in self._parked.values():
+            yield request.tenant
 
     def __len__(self) -> int:
+        """Return how many wait, without those that are parked."""
         return len(self._requests)
 
     def __contains__(self, request_id: int) -> bool:
-        return request_id in self._requests
+        return request_id in self._requests or request_id in self._parked
 
     def _requests_of_one_tenant(self) -> Iterator[Request]:
         for queue in self._by_tenant.values():

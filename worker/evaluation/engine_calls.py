@@ -23,6 +23,9 @@ class _Waiting:
         if output.finish and not self.ended.done():
             self.ended.set_result(None)
 
+    def on_file_wanted(self, request_id: int) -> None:
+        """Expect nothing: an evaluation holds its files."""
+
     def on_compared(self, compared: Compared) -> None:
         """Take the outcome of a comparison."""
         if not self.ended.done():

@@ -254,7 +254,7 @@ class ModelRunner:
                 placed = self._adapters.load(slot, path, chunk_ids)
         except Exception:
             if self._host is not None:
-                self._host.forget(path)
+                self._host.forget(path.name)
             raise
         outside = 0 if placed.vocabulary is None else placed.vocabulary.num_bytes
         return AdapterLoad(placed.device_bytes + outside, placed.chunks_used)
@@ -262,6 +262,11 @@ class ModelRunner:
     def release_adapter(self, slot: int) -> None:
         """Forget the slot's adapter; see Runner."""
         self._adapters.release(slot)
+
+    def forget_on_host(self, artifact_digest: str) -> None:
+        """Drop an adapter's copy; see Runner."""
+        if self._host is not None:
+            self._host.forget(artifact_digest)
 
     def take_host_changes(self) -> HostChanges:
         """Return what has changed in the host tier; see Runner."""

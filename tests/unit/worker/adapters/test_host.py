@@ -111,13 +111,28 @@ def test_one_that_is_larger_than_the_budget_or_finds_no_memory_is_loaded_all_the
 def test_a_file_that_is_damaged_or_could_not_be_loaded_leaves_no_copy(files):
     tier = HostTier(10**6, Locked())
     tier.open(files[0])
-    tier.forget(files[0])
-    tier.forget(files[1])
+    tier.forget(files[0].name)
+    tier.forget(files[1].name)
     assert (tier.used_bytes, tier._copies) == (0, {})
     files[2].write_bytes(b"damaged")
     with pytest.raises(CorruptArtifact):
         tier.open(files[2])
     assert tier.used_bytes == 0
+
+
+def test_what_does_not_fit_beside_a_copy_that_is_being_made_is_loaded_without_one(files):
+    locked = Locked()
+    tier = HostTier(300, Locked())  # room for one, and it is on its way
+
+    def another_comes_meanwhile(num_bytes: int) -> NDArray[np.uint8]:
+        tier._allocate = locked
+        assert tier.open(files[1]).modules
+        assert (tier.used_bytes, tier._copies) == (256, {})
+        return locked(num_bytes)
+
+    tier._allocate = another_comes_meanwhile
+    tier.open(files[0])
+    assert (tier.used_bytes, list(tier._copies)) == (256, ["digest0"])
 
 
 def test_threads_that_open_at_once_keep_one_copy_and_the_count(files):

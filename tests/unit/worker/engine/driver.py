@@ -7,6 +7,8 @@ from collections.abc import Container, Iterable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+
 from tests.fake_runner import FakeRunner, Started
 from worker.engine.config import EngineConfig
 from worker.engine.plan import StepPlan
@@ -23,6 +25,7 @@ from worker.mailbox import (
     Load,
     Output,
     Pin,
+    Provide,
     Sampling,
     Steered,
     Submit,
@@ -92,6 +95,7 @@ class Driver:
         self.orders: dict[int, Load | Unload | Pin] = {}
         self.steered: dict[int, Steered] = {}
         self.fail_next_step = False
+        self.wanted: list[int] = []  # requests that wait for their adapter's file
 
     def file(self, name: str, size: int = 0, outside: int = 0, vocabulary: int = 0) -> AdapterFile:
         """An adapter that exists; its bytes are its name."""
@@ -115,8 +119,11 @@ class Driver:
         adapter: str | AdapterFile | None = None,
         tenant: str = "default",
         weight: float = 1.0,
+        *,
+        absent: bool = False,
         **sampling: object,
     ) -> int:
+        """Submit a request; `absent` says that the front end has no file of its adapter any more."""
         request_id = self.next_id
         self.next_id += 1
         tokens = tuple((request_id + i) % 200 + 1 for i in range(prompt)) if isinstance(prompt, int) else prompt
@@ -129,7 +136,7 @@ class Driver:
                 request_id,
                 tokens,
                 Sampling(max_tokens=max_tokens, **sampling),  # type: ignore[arg-type]
-                file,
+                file if file is None else msgspec.structs.replace(file, on_disk=not absent),
                 tenant,
                 self.now,
                 weight,
@@ -158,6 +165,14 @@ class Driver:
     def load(self, adapter: str | AdapterFile, urgency: Urgency = Urgency.ASKED) -> int:
         file = self.file(adapter) if isinstance(adapter, str) else adapter
         return self._order(Load(self.next_id, file, urgency))
+
+    def provide(self, *request_ids: int) -> None:
+        """Bring the file of requests' adapters: of all that wait for it, where none is named."""
+        for request_id in request_ids or tuple(self.wanted):
+            self.wanted.remove(request_id)
+            file = self.adapters[request_id]
+            assert file is not None
+            self.scheduler.provide(Provide(request_id, file))
 
     def unload(self, name: str) -> int:
         return self._order(Unload(self.next_id, name))
@@ -207,6 +222,10 @@ class Driver:
             self._fail(failure)
         self._begin_loads(schedule.evicted_slots, schedule.placements)
         self.hurried += schedule.hurried_slots
+        for request_id in schedule.wanted:
+            assert self.is_live(request_id)
+            assert request_id not in self.wanted, "a file is asked for twice"
+            self.wanted.append(request_id)
         self.hear()
         self.now += seconds
         plan = schedule.plan
@@ -297,6 +316,7 @@ class Driver:
             if not (self.live or self.comparing or self.ordering or self.in_flight):
                 return turn
             self.step()
+            self.provide()
             self.finish_loads()
         left = (self.live, self.comparing, self.ordering)
         raise AssertionError(f"requests, comparisons, orders {left} still live after {max_steps} turns")

@@ -93,7 +93,7 @@ def test_a_load_ahead_takes_the_place_of_no_adapter_that_was_used_of_late(drive:
     serve(driver, "a", "b")
     ahead = driver.load("c", Urgency.AHEAD)
     driver.run_until_idle()
-    assert driver.failed[ahead].reason == "RESOURCE_EXHAUSTED"
+    assert driver.failed[ahead].reason == "DEVICE_FULL"
     assert resident(driver) == {"a", "b"}
     refused = driver.load("c", Urgency.REFUSED)  # a request wanted it
     driver.run_until_idle()

@@ -64,7 +64,8 @@ def check_ownership(driver: Driver) -> None:
         users = [r for r in [*running, *leaving] if r.adapter_slot == slot.index]
         assert adapter.in_flight == len(users) + slots_compared[slot.index]
         assert all(r.adapter is not None and r.adapter.artifact_digest == adapter.artifact_digest for r in users)
-    waiting = list(scheduler._waiting.in_order())
+    waiting = [*scheduler._waiting.in_order(), *scheduler._waiting.parked]
+    assert {r.request_id for r in scheduler._waiting.parked} == {i for i in driver.wanted if driver.is_live(i)}
     assert not any(r.block_ids or r.computed_tokens for r in waiting)
     assert {r.request_id for r in [*running, *waiting]} == set(driver.live)
     assert scheduler.status().queued_prefill_tokens == sum(r.uncomputed_tokens for r in [*running, *waiting])
@@ -122,11 +123,26 @@ class Engine(RuleBasedStateMachine):
         same=st.booleans(),
         tenant=st.sampled_from(["t", "u"]),
         weight=st.sampled_from([1.0, 3.0]),
+        absent=st.booleans(),
     )
-    def submit(self, prompt: int, max_tokens: int, adapter: str | None, same: bool, tenant: str, weight: float) -> None:
+    def submit(
+        self,
+        prompt: int,
+        max_tokens: int,
+        adapter: str | None,
+        same: bool,
+        tenant: str,
+        weight: float,
+        absent: bool,
+    ) -> None:
         file = None if adapter is None else self.file(adapter)
         text: Any = tuple(range(1, prompt + 1)) if same else prompt  # equal beginnings, or not
-        self.driver.submit(text, max_tokens, file, tenant, weight)
+        self.driver.submit(text, max_tokens, file, tenant, weight, absent=absent)
+
+    @precondition(lambda self: self.driver.wanted)
+    @rule(data=st.data())
+    def provide(self, data: st.DataObject) -> None:
+        self.driver.provide(data.draw(st.sampled_from(self.driver.wanted)))
 
     @rule(count=st.integers(1, 16), exact=st.sampled_from(sorted(SIZES)), measured=st.sampled_from(sorted(SIZES)))
     def compare(self, count: int, exact: str, measured: str) -> None:
@@ -209,9 +225,9 @@ class Engine(RuleBasedStateMachine):
     def the_first_in_order_never_waits_for_nothing(self) -> None:
         """With nothing running and nothing loading a step must start something: no deadlock."""
         driver = self.driver
-        if driver.live and not (driver.scheduler._running or driver.loading or driver.in_flight):
+        if driver.scheduler._waiting and not (driver.scheduler._running or driver.loading or driver.in_flight):
             driver.step()
-            assert driver.scheduler._running or driver.loading or not driver.live
+            assert driver.scheduler._running or driver.loading or not driver.scheduler._waiting
 
     def teardown(self) -> None:
         driver = self.driver
@@ -267,14 +283,19 @@ def test_10_000_random_operations_leak_nothing_and_end_everything(
     )
     for name, size in SIZES.items():
         (tmp_path / name).write_bytes(name.encode() * size)
+    num_provided = 0
     for number in range(10_000):
         kinds = ("submit", "compare", "abort", "load", "fail load", "step", "fail step", "order", "pin", "begin")
-        match rng.choices(kinds, (15, 6, 2, 12, 1, 70, 0.6, 6, 2, 3))[0]:
+        match rng.choices((*kinds, "file"), (15, 6, 2, 12, 1, 70, 0.6, 6, 2, 3, 5))[0]:
             case "submit" if len(driver.live) < 40:
                 wanted = rng.choice([None, None, *SIZES])
                 file = None if wanted is None else driver.file(wanted, SIZES[wanted])
                 prompt: Any = tuple(range(1, rng.randint(2, 40))) if rng.random() < 0.7 else rng.randint(1, 40)
-                driver.submit(prompt, rng.randint(1, 24), file, rng.choice("tuv"), rng.choice([1.0, 8.0]))
+                tenant, weight = rng.choice("tuv"), rng.choice([1.0, 8.0])
+                driver.submit(prompt, rng.randint(1, 24), file, tenant, weight, absent=rng.random() < 0.3)
+            case "file" if driver.wanted:
+                driver.provide(rng.choice(driver.wanted))
+                num_provided += 1
             case "compare" if len(driver.comparing) < 4:
                 exact, measured = (driver.file(name, SIZES[name]) for name in rng.choices(sorted(SIZES), k=2))
                 driver.compare(tuple(range(1, rng.randint(2, 20))), exact, measured)
@@ -318,6 +339,7 @@ def test_10_000_random_operations_leak_nothing_and_end_everything(
     assert status.num_preempted > 10
     assert status.num_cached_tokens > 1000
     assert len(driver.started_loads) > 100
+    assert num_provided > 10
     assert len(driver.finished) > 500
     assert len(driver.compared) > 2
     orders = [type(driver.orders[order_id]) for order_id in driver.steered]
