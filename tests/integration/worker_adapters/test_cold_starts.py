@@ -100,13 +100,14 @@ async def test_a_source_that_comes_back_ends_the_quarantines_it_caused(base, tmp
 async def test_a_deadline_that_the_load_cannot_meet_is_refused_at_once_and_the_adapter_comes_all_the_same(
     front, steer, artifacts
 ):
-    slow = artifacts.add(b"slow" * 100)  # 0.2 s
+    slow = artifacts.add(b"slow" * 100)
     await steer.load(slow)
     await steer.unload(slow)
-    answer = await front.generate(front.request(artifact=slow), within=0.15)
+    for _ in range(8):  # loads have been slow of late, as it believes
+        front.app._access.loaded(slow, 400, 60.0)
+    answer = await front.generate(front.request(artifact=slow), within=20)
     assert isinstance(answer.error, DeadlineUnreachable)
-    assert 0.15 < (answer.error.retry_after_s or 0) < 5
-    assert not front.app._engine.adapters.get(slow) or front.app._engine.adapters[slow].loading
+    assert 20 < (answer.error.retry_after_s or 0) < 61
     await front.status_where(is_at(slow, DEVICE))
     answer = await front.generate(front.request(artifact=slow, max_tokens=2))
     assert answer.finished.facts.tier_hit == DEVICE
