@@ -374,9 +374,10 @@ class Client:
         return list(map(wire.adapter_outcome, response.outcomes))
 
     def unload_adapter(self, name: str, *, worker_id: str = "", from_disk: bool = False) -> list[AdapterOutcome]:
-        """Have a worker, or all that hold it, take an adapter off their device, and out of the disk cache if asked.
+        """Have a worker, or all that hold it, take an adapter off their device.
 
-        Where it is in use or pinned it is refused with FailedPrecondition.
+        With `from_disk` it leaves host memory and the disk cache too, and the next request fetches it anew, whatever it
+        failed with before. Where it is in use or pinned it is refused with FailedPrecondition.
         """
         request = fleet_pb2.UnloadAdapterRequest(name=name, worker_id=worker_id, from_disk=from_disk)
         with self._router.calls():

@@ -30,6 +30,7 @@ from router.placement import (
     WorkerView,
     expected_s,
     homes,
+    in_quarantine,
     is_warm,
     rendezvous_weight,
 )
@@ -91,7 +92,7 @@ class AdapterPolicy:
         return self._promoted
 
     def plan(self, wanted: Iterable[Wanted], workers: Sequence[WorkerView], now_s: float) -> PolicyPlan:
-        """Return what to tell which worker; `wanted` has the most asked for first."""
+        """Return what to tell which worker; of equals those go first that do so in `wanted`."""
         room = _Room(workers)
         orders: list[Order] = []
         replicas: dict[str, int] = {}
@@ -160,10 +161,11 @@ def _at_home(entry: Wanted, workers: Sequence[WorkerView]) -> list[WorkerView]:
     """Return the workers that shall have an adapter, first ones first.
 
     Those that have it on their device, then those where a request would wait least, about equal ones in rendezvous
-    order, then the others.
+    order, then the others. Those that have it in quarantine shall only if all have: requests go to the others.
     """
     digest, request = entry.version.artifact_digest, _request(entry)
     found = homes(entry.version.base_digest, digest, workers)
+    found = [worker for worker in found if not in_quarantine(worker, digest)] or found
     waits_s = {worker.worker_id: expected_s(worker, request) for worker in found if not is_warm(worker, digest)}
     limit_s = min(waits_s.values(), default=0.0)
     limit_s += max(TIE_S, TIE_RATIO * limit_s)
@@ -190,13 +192,13 @@ class _Room:
 
     def take(self, kind: OrderKind, worker: WorkerView, version: Version) -> OrderKind | None:
         """Speak for an artifact's room; returns the tier that has it, the disk where the device has none, or None."""
-        if self._has(kind, worker, version):
+        if self._claim(kind, worker, version):
             return kind
-        if kind is OrderKind.TO_DEVICE and self._has(OrderKind.TO_DISK, worker, version):
+        if kind is OrderKind.TO_DEVICE and self._claim(OrderKind.TO_DISK, worker, version):
             return OrderKind.TO_DISK
         return None
 
-    def _has(self, kind: OrderKind, worker: WorkerView, version: Version) -> bool:
+    def _claim(self, kind: OrderKind, worker: WorkerView, version: Version) -> bool:
         """Speak for an artifact's room in one tier, if it is there. A tier of unknown size has room."""
         if (residency := worker.adapters.get(version.artifact_digest)) is not None and residency.pinned:
             return True

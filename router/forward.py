@@ -92,8 +92,8 @@ def to_worker_adapter(version: Version) -> worker_pb2.ResolvedAdapter:
 def is_retryable(error: errors.LoraplexError) -> bool:
     """Tell whether another worker may do better.
 
-    It is unreachable, draining or broken, its queue or disk is full, or it cannot have the adapter: refuses it for a
-    while, got or read a damaged file, or failed to load it.
+    It is unreachable, draining or broken, its queue, disk or device is full, or it cannot have the adapter: refuses it
+    for a while, got or read a damaged file, or failed to load it.
     """
     return (
         isinstance(error, errors.Unavailable | errors.QueueFull | errors.NoSpace | errors.CorruptArtifact)
@@ -228,9 +228,8 @@ class Forwarder:
         """Return a stream whose first event is there.
 
         Tries a second worker once where the first is unreachable, draining, broken or full, or cannot have the
-        adapter, unless all that are left are known to refuse it. Raises NoWorker,
-        DeadlineUnreachable, DeadlineExceeded, WorkerLost, and whatever the worker refuses with. The caller closes
-        the stream.
+        adapter, unless all that are left are known to refuse it. Raises NoWorker, DeadlineUnreachable,
+        DeadlineExceeded, WorkerLost, and whatever the worker refuses with. The caller closes the stream.
         """
         placement = PlacementRequest(
             base_digest=job.resolved.base_digest,

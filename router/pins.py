@@ -112,7 +112,7 @@ class PinPlanner:
     ) -> dict[str, UnmetPin]:
         """Return the pins that are not kept, by artifact digest, as far as it is known why.
 
-        `answers` are those of workers in this epoch, by worker id and artifact digest.
+        `answers` are workers' last, by worker id and artifact digest; one of an earlier epoch tells nothing.
         """
         views = {worker.worker_id: worker for worker in workers}
         unmet: dict[str, UnmetPin] = {}

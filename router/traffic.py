@@ -13,6 +13,7 @@ from router.demand import AdapterDemand, AdapterKey, Demand
 
 HALF_LIFE_S: Final = 60.0
 MAX_UNMET: Final = 64
+"""Adapters that are remembered as not waited for; who finds no place among them asks again."""
 
 
 class Traffic:

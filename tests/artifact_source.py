@@ -18,7 +18,10 @@ QUICK = RetryPolicy(tries=3, backoff=Backoff(first_s=0.001, longest_s=0.002))
 
 
 class FakeSource:
-    """Artifacts in memory; `gate` holds the bytes back from `gate_at` on, `breaks` lists after how many reads end."""
+    """Artifacts in memory.
+
+    `gate` holds the bytes back from `gate_at` on; `breaks` lists after how many bytes reads end.
+    """
 
     def __init__(self) -> None:
         self.blobs: dict[str, bytes] = {}

@@ -95,7 +95,7 @@ def prefetch(
 def unload(
     name: Name,
     worker_id: WorkerId = "",
-    from_disk: Annotated[bool, typer.Option("--from-disk", help="Out of the disk cache too.")] = False,
+    from_disk: Annotated[bool, typer.Option("--from-disk", help="Out of host memory and the disk cache too.")] = False,
     router: Router = ROUTER,
     as_json: Json = False,
 ) -> None:

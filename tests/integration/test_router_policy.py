@@ -125,6 +125,9 @@ async def test_advice_follows_from_what_the_answers_tell(registry: FakeRegistry,
     settings: dict[str, Any] = {"adapter_rate_half_life_s": 10.0, "cluster_token": "the-token-of-this-test"}
     operator, client = Credentials(cluster_token="the-token-of-this-test"), Credentials()
     async with running_router(registry.address, worker.address, **settings) as router:
+        traffic = router.router._steering._traffic
+        now_s = traffic._clock()
+        traffic._clock = lambda: now_s  # rates halve in 10 s, however long it takes to ask here
         for _ in range(20):
             await router.generate("sql")
         async with AsyncClient(router.address, registry.address, credentials=client) as anybody:

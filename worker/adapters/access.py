@@ -27,7 +27,7 @@ from worker.requests import CheckedAdapter
 log = structlog.get_logger(__name__)
 
 UNHURRIED_S: Final = 600.0
-"""How long who gives no deadline waits for an adapter, and on as long as it comes."""
+"""How long who gives no deadline waits for an adapter, and on unless its source gives nothing."""
 _RETRY_AFTER_S: Final = 1.0
 _LONGEST_RETRY_S: Final = 300.0
 
@@ -117,7 +117,7 @@ class AdapterAccess:
                 artifact_digest=digest,
                 retry_after_s=_RETRY_AFTER_S,
             )
-        if not has_deadline and progress.num_bytes:
+        if not has_deadline:
             return None
         goes_on = self._bring(adapter)
         left_s = progress.left_s(now) or 0.0

@@ -265,8 +265,8 @@ class Steering:
         stays = self._where(digest) is Tier.DEVICE and self._store.holds(digest)
         if remaining_s is None or stays:  # it may leave before the request begins, but without its file it comes late
             return None
-        size_bytes = self._store.size_bytes(adapter.artifact_digest) or adapter.artifact_bytes
-        expected_s = self._access.expected_s(adapter.artifact_digest, size_bytes, fetch=False)
+        size_bytes = self._store.size_bytes(digest) or adapter.artifact_bytes
+        expected_s = self._access.expected_s(digest, size_bytes, fetch=False)
         error = DeadlineUnreachable(
             "the adapter did not come to the device, or the request to its turn, before the deadline; try again later",
             retry_after_s=max(_RETRY_AFTER_S, expected_s or 0.0),

@@ -279,9 +279,9 @@ class EngineLoop:
     def _take_orders_done(self) -> tuple[list[Steered], list[Failure]]:
         """Return the orders done and failed; what is unloaded from the host tier too has left it when that is told."""
         steered, failures = self._scheduler.take_orders_done()
-        for failure in failures if self._host_unloads else ():
+        for failure in failures:
             self._host_unloads.pop(failure.request_id, None)
-        for done in steered if self._host_unloads else ():
+        for done in steered:
             if (digest := self._host_unloads.pop(done.request_id, None)) is not None:
                 self._runner.forget_on_host(digest)
                 self._take_host_changes()

@@ -65,7 +65,7 @@ class Request:
 
     # Set by `admission`.
     passed_over_s: float | None = None
-    """When a request behind it was first admitted before it; None again once it is admitted."""
+    """When a request behind it was first admitted before it; None again once it is admitted, or parked."""
     admitted_s: float = 0.0
     """When it first became RUNNING."""
     # Set by `admission` and `growth`, cleared when it ends or is preempted.

@@ -73,6 +73,7 @@ class WaitingQueue:
             self._parked[request.request_id] = request
             self._tokens += len(request.token_ids)
             self._wanted.append(request.request_id)
+            request.passed_over_s = None
             if not request.was_admitted:
                 request.adapter_on_device = False
 

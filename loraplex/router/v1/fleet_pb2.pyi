@@ -549,7 +549,7 @@ class UnloadAdapterRequest(_message.Message):
     worker_id: _builtins.str
     """Which worker; empty asks all that hold it."""
     from_disk: _builtins.bool
-    """Remove it from the disk cache too."""
+    """Remove it from host memory and the disk cache too, and forget what it failed with."""
     def __init__(
         self,
         *,

@@ -102,7 +102,8 @@ class FleetServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Has workers take an adapter off their device, and out of the disk cache if asked. Outcomes as for PrefetchAdapter.
+        """Has workers take an adapter off their device, and out of host memory and the disk cache if asked. Outcomes as for
+        PrefetchAdapter.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

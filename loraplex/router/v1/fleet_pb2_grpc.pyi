@@ -46,7 +46,9 @@ class FleetServiceStub:
     LoadAdapter: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.LoadAdapterRequest, _fleet_pb2.LoadAdapterResponse]
     """Has workers bring an adapter to their device, and answers when it is there. Outcomes as for PrefetchAdapter."""
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.UnloadAdapterRequest, _fleet_pb2.UnloadAdapterResponse]
-    """Has workers take an adapter off their device, and out of the disk cache if asked. Outcomes as for PrefetchAdapter."""
+    """Has workers take an adapter off their device, and out of host memory and the disk cache if asked. Outcomes as for
+    PrefetchAdapter.
+    """
     ListAdvice: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ListAdviceRequest, _fleet_pb2.ListAdviceResponse]
     """Tells what an operator might do about the traffic that this router sees and about pins that workers do not keep, the
     most pressing of each kind first.
@@ -70,7 +72,9 @@ class FleetServiceAsyncStub(FleetServiceStub):
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_fleet_pb2.LoadAdapterRequest, _fleet_pb2.LoadAdapterResponse]  # type: ignore[assignment]
     """Has workers bring an adapter to their device, and answers when it is there. Outcomes as for PrefetchAdapter."""
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_fleet_pb2.UnloadAdapterRequest, _fleet_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
-    """Has workers take an adapter off their device, and out of the disk cache if asked. Outcomes as for PrefetchAdapter."""
+    """Has workers take an adapter off their device, and out of host memory and the disk cache if asked. Outcomes as for
+    PrefetchAdapter.
+    """
     ListAdvice: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListAdviceRequest, _fleet_pb2.ListAdviceResponse]  # type: ignore[assignment]
     """Tells what an operator might do about the traffic that this router sees and about pins that workers do not keep, the
     most pressing of each kind first.
@@ -121,7 +125,9 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _fleet_pb2.UnloadAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.UnloadAdapterResponse, _abc.Awaitable[_fleet_pb2.UnloadAdapterResponse]]:
-        """Has workers take an adapter off their device, and out of the disk cache if asked. Outcomes as for PrefetchAdapter."""
+        """Has workers take an adapter off their device, and out of host memory and the disk cache if asked. Outcomes as for
+        PrefetchAdapter.
+        """
 
     @_abc_1.abstractmethod
     def ListAdvice(

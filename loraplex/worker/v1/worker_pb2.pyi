@@ -388,7 +388,7 @@ class UnloadAdapterRequest(_message.Message):
     artifact_digest: _builtins.str
     """Digest of its artifact."""
     from_disk: _builtins.bool
-    """Remove it from host memory and the disk cache too."""
+    """Remove it from host memory and the disk cache too, and forget what it failed with."""
     def __init__(
         self,
         *,

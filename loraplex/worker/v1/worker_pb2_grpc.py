@@ -107,8 +107,8 @@ class WorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Takes an adapter that nobody uses off the device, and out of the disk cache if asked. One that is in flight or
-        pinned is refused with FAILED_PRECONDITION; one that is not there is not an error.
+        """Takes an adapter that nobody uses off the device, and out of host memory and the disk cache if asked. One that is in
+        flight or pinned is refused with FAILED_PRECONDITION; one that is not there is not an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

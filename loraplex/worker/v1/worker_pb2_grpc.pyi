@@ -46,8 +46,8 @@ class WorkerServiceStub:
     PrefetchAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.PrefetchAdapterRequest, _worker_pb2.PrefetchAdapterResponse]
     """Brings an adapter into the disk cache, and on to the device if asked, without waiting for it."""
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.UnloadAdapterRequest, _worker_pb2.UnloadAdapterResponse]
-    """Takes an adapter that nobody uses off the device, and out of the disk cache if asked. One that is in flight or
-    pinned is refused with FAILED_PRECONDITION; one that is not there is not an error.
+    """Takes an adapter that nobody uses off the device, and out of host memory and the disk cache if asked. One that is in
+    flight or pinned is refused with FAILED_PRECONDITION; one that is not there is not an error.
     """
     PinAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.PinAdapterRequest, _worker_pb2.PinAdapterResponse]
     """Has the worker keep an adapter whatever the demand, or no longer. It is fetched and loaded without waiting for it.
@@ -76,8 +76,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     PrefetchAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.PrefetchAdapterRequest, _worker_pb2.PrefetchAdapterResponse]  # type: ignore[assignment]
     """Brings an adapter into the disk cache, and on to the device if asked, without waiting for it."""
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.UnloadAdapterRequest, _worker_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
-    """Takes an adapter that nobody uses off the device, and out of the disk cache if asked. One that is in flight or
-    pinned is refused with FAILED_PRECONDITION; one that is not there is not an error.
+    """Takes an adapter that nobody uses off the device, and out of host memory and the disk cache if asked. One that is in
+    flight or pinned is refused with FAILED_PRECONDITION; one that is not there is not an error.
     """
     PinAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.PinAdapterRequest, _worker_pb2.PinAdapterResponse]  # type: ignore[assignment]
     """Has the worker keep an adapter whatever the demand, or no longer. It is fetched and loaded without waiting for it.
@@ -133,8 +133,8 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.UnloadAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.UnloadAdapterResponse, _abc.Awaitable[_worker_pb2.UnloadAdapterResponse]]:
-        """Takes an adapter that nobody uses off the device, and out of the disk cache if asked. One that is in flight or
-        pinned is refused with FAILED_PRECONDITION; one that is not there is not an error.
+        """Takes an adapter that nobody uses off the device, and out of host memory and the disk cache if asked. One that is in
+        flight or pinned is refused with FAILED_PRECONDITION; one that is not there is not an error.
         """
 
     @_abc_1.abstractmethod

@@ -143,7 +143,7 @@ async def test_who_leaves_or_runs_out_of_time_while_the_file_comes_leaves_nothin
     call.cancel()
     await nothing_is_left(small)
     believe_it_is_there(small, digest)
-    refused = await small.generate(small.request(artifact=digest, max_tokens=3), within=1.0)
+    refused = await small.generate(small.request(artifact=digest, max_tokens=3), within=2.0)
     assert isinstance(refused.error, DeadlineUnreachable)
     await nothing_is_left(small)
 

@@ -100,6 +100,16 @@ def test_what_is_there_or_on_its_way_or_cannot_come_is_not_told_again(residency)
     assert AdapterPolicy(SETTINGS).plan([wanted()], [only], 0.0).orders == ()
 
 
+@pytest.mark.parametrize(("rate", "kind"), [(0.5, OrderKind.TO_DISK), (1.0, OrderKind.TO_DEVICE)])
+def test_what_one_worker_refuses_is_kept_on_the_one_that_its_requests_go_to_instead(rate, kind):
+    first, second = ranked("x", fleet(2))
+    refusing = worker(first, adapters={"a-x": Residency(Tier.SOURCE, quarantine_reason="ARTIFACT_NOT_FOUND")})
+    for tokens in (0, 5000):
+        other = worker(second, queued_prefill_tokens=tokens)
+        plan = AdapterPolicy(SETTINGS).plan([wanted(rate=rate)], [refusing, other], 0.0)
+        assert told(plan) == {(kind, second, "a-x")}
+
+
 def test_nothing_is_fetched_to_dedicated_workers_nor_for_requests_that_go_there():
     workers = [*(worker(f"d{i}", dedicated_artifact_digest="a-own") for i in range(4)), worker("w1")]
     plan = AdapterPolicy(SETTINGS).plan([wanted("own"), wanted("x")], workers, 0.0)

@@ -114,17 +114,54 @@ async def test_a_source_that_gives_nothing_is_told_as_such_and_not_waited_for_in
         first.cancel()
 
 
-async def test_what_comes_is_waited_for_by_who_gives_no_deadline(tmp_path, source, monkeypatch):
+@pytest.fixture
+def late(monkeypatch) -> list[str]:
+    """Which adapters were late; who gives no deadline believes so after an instant."""
+    seen: list[str] = []
+    judge = AdapterAccess._late
+
+    def note(access, adapter, progress, now, **options):
+        seen.append(adapter.artifact_digest)
+        return judge(access, adapter, progress, now, **options)
+
     monkeypatch.setattr("worker.adapters.access.UNHURRIED_S", 0.01)
+    monkeypatch.setattr(AdapterAccess, "_late", note)
+    return seen
+
+
+async def test_what_comes_is_waited_for_by_who_gives_no_deadline(tmp_path, source, late):
     digest = source.add(b"x" * 100)
     source.gate.clear()
     source.gate_at = 50
-    async with an_access(tmp_path, source) as access:
-        first = asyncio.create_task(access.store.acquire(digest))
-        await until(lambda: source.open_now == 1 and access.store._fetches[digest].progress.num_bytes >= 49)
+    async with an_access(tmp_path, source, clock=lambda: 0.0) as access:
         waiting = asyncio.create_task(access.acquire(digest, None))
-        await asyncio.sleep(0.05)
+        await until(lambda: len(late) >= 2)
         source.gate.set()
-        for each in (await first, await waiting):
+        (await waiting).release()
+        assert access.brought == []
+
+
+async def test_who_gives_no_deadline_waits_for_its_turn_however_long(tmp_path, source, late):
+    first, second = source.add(b"f" * 100), source.add(b"s" * 100)
+    source.gate.clear()
+    async with an_access(tmp_path, source, places=Places(1, patience_s=1e6), clock=lambda: 0.0) as access:
+        holding = asyncio.create_task(access.store.acquire(first))
+        await until(lambda: source.open_now == 1)
+        waiting = asyncio.create_task(access.acquire(second, None))
+        await until(lambda: late.count(second) >= 2)
+        source.gate.set()
+        for each in (await holding, await waiting):
             each.release()
         assert access.brought == []
+
+
+async def test_who_gives_no_deadline_waits_for_no_source_that_gives_nothing(tmp_path, source, late):
+    digest = source.add(b"x" * 100)
+    source.gate.clear()
+    now = [0.0]
+    async with an_access(tmp_path, source, clock=lambda: now[0]) as access:
+        waiting = asyncio.create_task(access.acquire(digest, None))
+        await until(lambda: len(late) >= 2)
+        now[0] = 100.0
+        with pytest.raises(ArtifactUnreachable):
+            await waiting

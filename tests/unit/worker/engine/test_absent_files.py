@@ -78,6 +78,27 @@ def test_who_waits_for_a_file_holds_up_nobody_however_long(drive: Drive) -> None
     assert driver.scheduler.status().waiting_requests == driver.scheduler.status().queued_prefill_tokens == 0
 
 
+def test_who_was_overtaken_does_not_age_while_it_waits_for_a_file(drive: Drive) -> None:
+    driver = drive(max_resident_adapters=1, max_adapter_wait_s=2.0)
+    driver.scheduler.host_changed(HostChanges(1, came=("a",)))
+    driver.submit(3, 40, "b")
+    driver.step()
+    driver.finish_loads()
+    late = driver.submit(3, 1, "a", absent=True)
+    driver.submit(3, 1)  # overtakes it, as there is no slot for a
+    driver.step()
+    driver.scheduler.host_changed(HostChanges(0, gone=("a",)))
+    driver.step(seconds=10.0)
+    assert driver.wanted == [late]
+    driver.provide()
+    after = driver.submit(3, 1)
+    driver.step()
+    driver.step()
+    assert after in driver.finished
+    driver.run_until_idle()
+    check_tokens(driver, late, "a")
+
+
 def test_a_preempted_request_whose_adapter_has_left_meanwhile_goes_on_when_the_file_is_there(drive: Drive) -> None:
     # 9 chunks: an adapter has 2, an answer grows to 6. So one of both has to stop, and its adapter to go.
     names = "a" * 32, "b" * 32
