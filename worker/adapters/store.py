@@ -228,8 +228,7 @@ class AdapterStore:
         if self._files.is_used(artifact_digest):
             raise FailedPrecondition("the adapter's file is in use on this worker; try again later")
         if artifact_digest in self._files:
-            self._files.drop(artifact_digest)
-            self._freed.set()
+            self._drop(artifact_digest)
 
     def distrust(self, artifact_digest: str) -> None:
         """Hash the file anew before its next use: someone found it unreadable."""
@@ -246,7 +245,7 @@ class AdapterStore:
         if await asyncio.to_thread(is_intact, path, artifact_digest, entry.size_bytes):
             return True
         if self._files.find(artifact_digest) is entry and artifact_digest not in self._fetches:
-            self._files.drop(artifact_digest)
+            self._drop(artifact_digest)
         return False
 
     async def _wait_for(self, artifact_digest: str, urgency: int, within_s: float | None, on_late: OnLate) -> None:
@@ -330,7 +329,7 @@ class AdapterStore:
                 entry.verified = True
                 return
             log.warning("artifact.corrupt_on_disk", artifact=artifact_digest[:12], what_now="it is fetched anew")
-            self._files.drop(artifact_digest)
+            self._drop(artifact_digest)
 
         async def fetched() -> Partial:
             scratch = self._incoming / f"{artifact_digest[:16]}.{secrets.token_hex(4)}"
@@ -427,6 +426,11 @@ class AdapterStore:
     def _room_bytes(self) -> int:
         """Bytes that are free, or would be without the idle files."""
         return self._free_bytes() + self._files.idle_bytes
+
+    def _drop(self, artifact_digest: str) -> None:
+        """Delete a file; the room of one in use is free as well then."""
+        self._files.drop(artifact_digest)
+        self._freed.set()
 
     def _release(self, artifact_digest: str) -> None:
         if self._files.release(artifact_digest):

@@ -172,7 +172,8 @@ class EngineLoop:
                 return False  # the next one is planned first
         elif not self._in_flight:
             self._tell([])
-            return True  # requests may wait for loads, whose end wakes the inbox
+            # Requests may wait for loads, whose end wakes the inbox; not for what has just been given up.
+            return not schedule.failures
         self._answer()
         return False
 

@@ -288,3 +288,16 @@ async def test_a_file_that_cannot_get_its_name_leaves_nothing_on_the_disk(tmp_pa
         with pytest.raises(ArtifactUnreachable, match="cannot be written"):
             await store.acquire(digest)
         assert leftovers(tmp_path) == []
+
+
+async def test_a_damaged_file_that_is_dropped_while_it_is_in_use_leaves_its_room_at_once(tmp_path, source):
+    damaged, other = source.add(b"d" * 600), source.add(b"o" * 500)
+    async with a_store(tmp_path, source) as store:
+        lease = await store.acquire(damaged)
+        waiting = asyncio.create_task(store.acquire(other))
+        await until(lambda: source.open_now == 1)
+        (tmp_path / "artifacts" / damaged).write_bytes(b"x")
+        assert not await store.recheck(damaged)
+        async with asyncio.timeout(1):
+            (await waiting).release()
+        lease.release()

@@ -20,7 +20,7 @@ from worker.engine.loop import MAX_FAILED_STEPS, EngineBroken, EngineLoop
 from worker.engine.rates import StepRates
 from worker.engine.scheduler import Scheduler
 from worker.engine_process import describe
-from worker.mailbox import MAX_FRAME_BYTES, Shutdown
+from worker.mailbox import MAX_FRAME_BYTES, AdapterFile, Load, Pin, Sampling, Shutdown, Submit
 
 
 class Running:
@@ -128,6 +128,23 @@ def test_mixed_requests_stream_their_tokens_one_frame_per_step(start: Start, ada
     last = client.steps[-1].status
     assert (last.running_requests, last.waiting_requests, last.free_blocks) == (0, 0, 64)
     assert [a.in_flight for a in client.adapters.values()] == [0, 0]
+
+
+def test_of_several_that_can_never_start_none_waits_for_a_message_that_may_not_come(
+    start: Start, adapter: Make
+) -> None:
+    client = start(max_adapter_bytes=40).client
+    kept = AdapterFile("kept", str(adapter("k" * 30)), 10)  # it takes more on the device than its file says
+    client.send(Pin(1, kept.artifact_digest, kept.artifact_bytes))
+    client.send(Load(2, kept))
+    while not any(steered.request_id == 2 for steered in client.read_step().steered):
+        pass
+    other = AdapterFile("other", str(adapter("o" * 20)), 20)
+    for request_id in (3, 4):
+        client.send(Submit(request_id, (5, 6, 7), Sampling(), other, "default", time.monotonic()))
+    client.socket.settimeout(1)
+    client.read_until_ended(3, 4)
+    assert {client.failures[request_id].reason for request_id in (3, 4)} == {"DEVICE_FULL"}
 
 
 def test_a_refused_request_gets_its_failure_without_a_step(start: Start) -> None:
