@@ -49,4 +49,4 @@ class Pace:
         if variance > _SPREAD * mean_bytes**2:
             slope = (self._products / self._weight - mean_bytes * mean_s) / variance
             per_byte = min(max(0.0, slope), through_zero)
-        return mean_s + per_byte * (min(num_bytes, _REACH * self._largest) - mean_bytes)
+        return max(0.0, mean_s + per_byte * (min(num_bytes, _REACH * self._largest) - mean_bytes))
