@@ -224,7 +224,7 @@ async def test_a_cancelled_import_leaves_nothing_and_gives_its_place_back(
     before = server.stalling
     call = registry.adapters.ImportAdapter(a.ImportAdapterRequest(name="x", source=server.base + folder))
     await server.until_stalling(before + 1)
-    assert list((state_dir / "incoming").glob(f"*/{WEIGHTS}"))
+    await eventually(lambda: list((state_dir / "incoming").glob(f"*/{WEIGHTS}")))
     call.cancel()
     await eventually(lambda: not list((state_dir / "incoming").iterdir()))
     await imported(registry, server, folder, adapter_folder)
