@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 import structlog
 
@@ -27,16 +27,33 @@ _HASH_STEP: Final = 2**22
 _TOUCH_S: Final = 60.0
 
 
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """What the file system notes of a file; whatever writes to it, or puts another in its place, changes some of it."""
+
+    inode: int
+    size_bytes: int
+    modified_ns: int
+    changed_ns: int
+    """Unlike `modified_ns`, nobody can set it back."""
+
+    @classmethod
+    def of(cls, facts: os.stat_result) -> Self:
+        """Return a file's stamp."""
+        return cls(facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
+
+
 @dataclass(slots=True)
 class CachedFile:
-    """A file in the folder. `verified` once its bytes were hashed in this process's life."""
+    """A file in the folder."""
 
     size_bytes: int
-    verified: bool
+    stamp: Stamp | None
+    """The file's when its bytes were hashed in this process's life; None before."""
     fetch_s: float
     """What fetching it took, or would take as far as is known."""
     outside: Outside = NOTHING
-    """What of it does not go into the arena; known once it is verified."""
+    """What of it does not go into the arena; known once it has a stamp."""
     uses: int = 0
     touched_s: float = 0.0
     """When the file last was told to be in use, for the next process to know."""
@@ -92,6 +109,17 @@ class CachedFiles:
     def find(self, artifact_digest: str) -> CachedFile | None:
         """Return a file's facts."""
         return self._files.get(artifact_digest)
+
+    def usable(self, artifact_digest: str) -> CachedFile | None:
+        """Return the facts of a file whose bytes were hashed, and that nobody has touched since."""
+        file = self._files.get(artifact_digest)
+        if file is None or file.stamp is None:
+            return None
+        if file.stamp != self._stamp(artifact_digest):
+            file.stamp = None
+            log.warning("artifact.changed_on_disk", artifact=artifact_digest[:12], what_now="it is hashed again")
+            return None
+        return file
 
     def add(self, artifact_digest: str, file: CachedFile) -> None:
         """Note that a file is in the folder."""
@@ -162,22 +190,31 @@ class CachedFiles:
 
     def _touch(self, artifact_digest: str) -> None:
         """Note on the file that it was used, now and then: by that the next process orders what it finds."""
-        file, now = self._files.get(artifact_digest), time.monotonic()
+        now = time.monotonic()
+        file = self.usable(artifact_digest)
         if file is not None and now - file.touched_s > _TOUCH_S:
             file.touched_s = now
             with contextlib.suppress(OSError):
                 os.utime(self._folder / artifact_digest)
+            file.stamp = self._stamp(artifact_digest)
+
+    def _stamp(self, artifact_digest: str) -> Stamp | None:
+        try:
+            return Stamp.of((self._folder / artifact_digest).stat())
+        except OSError:
+            return None
 
 
-def is_intact(path: Path, artifact_digest: str, size_bytes: int) -> bool:
-    """Tell whether a file has the size and SHA-256 it should have. Reads all of it."""
+def verify(path: Path, artifact_digest: str, size_bytes: int) -> Stamp | None:
+    """Return a file's stamp where it has the size and SHA-256 it should have, else None. Reads all of it."""
     sha256 = hashlib.sha256()
     try:
         with path.open("rb") as stream:
-            if os.fstat(stream.fileno()).st_size != size_bytes:
-                return False
+            stamp = Stamp.of(os.fstat(stream.fileno()))  # before the first byte is read: what is written later shows
+            if stamp.size_bytes != size_bytes:
+                return None
             while chunk := stream.read(_HASH_STEP):
                 sha256.update(chunk)
     except OSError:
-        return False
-    return sha256.hexdigest() == artifact_digest
+        return None
+    return stamp if sha256.hexdigest() == artifact_digest else None

@@ -24,7 +24,7 @@ from common.disk import is_full, sync_folder
 from loraplex.digests import is_digest
 from loraplex.errors import FailedPrecondition, LoraplexError, NoSpace
 from loraplex.folder_lock import FolderLock
-from worker.adapters.cached_files import CachedFile, CachedFiles, is_intact
+from worker.adapters.cached_files import CachedFile, CachedFiles, Stamp, verify
 from worker.adapters.download import Partial, RetryPolicy, disk_error, download
 from worker.adapters.full_disk import FullDisk
 from worker.adapters.outside import NOTHING, Outside, outside_of
@@ -207,7 +207,7 @@ class AdapterStore:
         self._files.use(artifact_digest)
         fetched, waited = artifact_digest not in self._files, False
         try:
-            while (entry := self._files.find(artifact_digest)) is None or not entry.verified:
+            while (entry := self._files.usable(artifact_digest)) is None:
                 waited = True
                 await self._wait_for(artifact_digest, urgency, within_s, on_late)
         except BaseException:
@@ -234,7 +234,7 @@ class AdapterStore:
         """Hash the file anew before its next use: someone found it unreadable."""
         entry = self._files.find(artifact_digest)
         if entry is not None:
-            entry.verified = False
+            entry.stamp = None
 
     async def recheck(self, artifact_digest: str) -> bool:
         """Hash a file that someone found unreadable; returns whether it is as it should be. One that is not is gone."""
@@ -242,7 +242,7 @@ class AdapterStore:
         if entry is None:
             return False
         path = self._folder / artifact_digest
-        if await asyncio.to_thread(is_intact, path, artifact_digest, entry.size_bytes):
+        if await asyncio.to_thread(verify, path, artifact_digest, entry.size_bytes) is not None:
             return True
         if self._files.find(artifact_digest) is entry and artifact_digest not in self._fetches:
             self._drop(artifact_digest)
@@ -324,9 +324,10 @@ class AdapterStore:
         target = self._folder / artifact_digest
         entry = self._files.find(artifact_digest)
         if entry is not None:
-            if await asyncio.to_thread(is_intact, target, artifact_digest, entry.size_bytes):
+            stamp = await asyncio.to_thread(verify, target, artifact_digest, entry.size_bytes)
+            if stamp is not None:
                 entry.outside = await asyncio.to_thread(outside_of, target)
-                entry.verified = True
+                entry.stamp = stamp
                 return
             log.warning("artifact.corrupt_on_disk", artifact=artifact_digest[:12], what_now="it is fetched anew")
             self._drop(artifact_digest)
@@ -379,11 +380,12 @@ class AdapterStore:
         try:
             outside = await asyncio.to_thread(outside_of, partial.path)
             partial.path.replace(target)  # no await from here to the entry: a file is never there without it
+            stamp = Stamp.of(target.stat())
         except BaseException:
             await asyncio.to_thread(partial.close)
             raise
         self._pace.add(partial.size_bytes, seconds)
-        file = CachedFile(partial.size_bytes, verified=True, fetch_s=seconds, outside=outside)
+        file = CachedFile(partial.size_bytes, stamp, fetch_s=seconds, outside=outside)
         self._files.add(artifact_digest, file)
         fetch.reserved_bytes = 0
         log.info("artifact.fetched", artifact=artifact_digest[:12], size_bytes=partial.size_bytes)
@@ -461,5 +463,5 @@ class AdapterStore:
             raise
         for facts, name in sorted(files, key=lambda entry: (entry[0].st_mtime_ns, entry[1])):
             fetch_s = self._pace.expected_s(facts.st_size)
-            self._files.add(name, CachedFile(facts.st_size, verified=False, fetch_s=fetch_s))
+            self._files.add(name, CachedFile(facts.st_size, None, fetch_s=fetch_s))
         return lock

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -238,10 +240,53 @@ async def test_a_distrusted_file_is_hashed_again(tmp_path, source):
     digest = source.add(b"x" * 100)
     async with a_store(tmp_path, source) as store:
         (await store.acquire(digest)).release()
-        (tmp_path / "artifacts" / digest).write_bytes(b"y" * 100)
+        assert not (await store.acquire(digest)).waited
         store.distrust(digest)
-        await store.acquire(digest)
+        lease = await store.acquire(digest)
+        assert (lease.waited, source.opened[digest]) == (True, 1)
+
+
+def _rewritten(path):
+    facts = path.stat()
+    with path.open("r+b") as file:
+        file.seek(50)
+        file.write(b"y")
+    os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))  # as if nothing had been
+
+
+def _replaced(path):
+    other = path.with_name("other")
+    other.write_bytes(b"y" * 100)
+    os.utime(other, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+    other.replace(path)
+
+
+@pytest.mark.parametrize("change", [_rewritten, _replaced, Path.unlink])
+@pytest.mark.parametrize("in_use", [False, True])
+async def test_a_file_that_is_changed_after_it_was_verified_is_fetched_anew_before_its_next_use(
+    tmp_path, source, change, in_use
+):
+    digest = source.add(b"x" * 100)
+    async with a_store(tmp_path, source) as store:
+        lease = await store.acquire(digest)
+        if not in_use:
+            lease.release()
+        change(tmp_path / "artifacts" / digest)
+        lease.release()
+        again = await store.acquire(digest)
         assert (tmp_path / "artifacts" / digest).read_bytes() == b"x" * 100
+        assert (again.waited, source.opened[digest]) == (True, 2)
+        again.release()
+        assert not (await store.acquire(digest)).waited
+
+
+async def test_a_file_that_only_its_times_changed_of_is_hashed_and_not_fetched(tmp_path, source):
+    digest = source.add(b"x" * 100)
+    async with a_store(tmp_path, source) as store:
+        (await store.acquire(digest)).release()
+        os.utime(tmp_path / "artifacts" / digest, ns=(1, 1))
+        lease = await store.acquire(digest)
+        assert (lease.waited, source.opened[digest]) == (True, 1)
 
 
 async def test_leftovers_are_thrown_away_at_the_start(tmp_path, source):
