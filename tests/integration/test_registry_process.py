@@ -59,11 +59,16 @@ async def test_sigterm_drains_and_exits_with_zero(tmp_path, database_url):
         assert (await anext(events)).HasField("synced")
         running.process.send_signal(signal.SIGTERM)
         with pytest.raises(grpc.RpcError):
-            async for event in events:
-                assert event.HasField("heartbeat")
+            await _rest(events, "heartbeat")
         assert await running.end() == 0
         assert "registry.stopped" in running.log[-1]
         await client.channel.close()
+
+
+async def _rest(answers, field):
+    """Read what was told before a stream's end: nothing but that field."""
+    async for answer in answers:
+        assert answer.HasField(field)
 
 
 async def test_a_kill_in_mid_import_leaves_nothing(tmp_path, database_url, base_folder, adapter_folder):
@@ -83,8 +88,7 @@ async def test_a_kill_in_mid_import_leaves_nothing(tmp_path, database_url, base_
             running.process.kill()
             await running.process.wait()
             with pytest.raises(grpc.RpcError):
-                async for answer in call:
-                    assert answer.HasField("progress")  # what was told before the kill
+                await _rest(call, "progress")
             await client.channel.close()
         async with registry_here(state, database_url) as client:
             assert await nothing_is_left(client, state)

@@ -68,7 +68,7 @@ class Lease:
 
     file: AdapterFile
     fetched: bool
-    """It was not on the disk when it was asked for."""
+    """It was not on the disk when it was asked for, or not as it should be."""
     waited: bool
     """It had to be fetched, or to be hashed before its first use."""
     _release: Callable[[], None] = field(repr=False)
@@ -205,7 +205,7 @@ class AdapterStore:
         wait.
         """
         self._files.use(artifact_digest)
-        fetched, waited = artifact_digest not in self._files, False
+        before, waited = self._files.find(artifact_digest), False
         try:
             while (entry := self._files.usable(artifact_digest)) is None:
                 waited = True
@@ -216,7 +216,7 @@ class AdapterStore:
         entry.uses += 1
         path = str(self._folder / artifact_digest)
         file = AdapterFile(artifact_digest, path, entry.size_bytes, *entry.outside)
-        return Lease(file, fetched, waited, lambda: self._release(artifact_digest))
+        return Lease(file, entry is not before, waited, lambda: self._release(artifact_digest))
 
     def keep(self, artifact_digest: str, *, kept: bool) -> None:
         """Have room counted for a file for good, or no longer; who keeps it holds a lease besides."""

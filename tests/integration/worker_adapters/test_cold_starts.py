@@ -18,6 +18,7 @@ from loraplex.errors import (
 from loraplex.types.v1.generation_pb2 import AdapterTier
 from tests.worker_front import running_front, serving_artifacts
 from tests.worker_steering import DEVICE, DISK, SOURCE, Steer, is_at
+from worker.adapters.cached_files import Stamp
 from worker.adapters.pace import Pace
 from worker.adapters.quarantine import Stage
 
@@ -71,11 +72,25 @@ async def test_unloading_from_the_disk_ends_a_quarantine_and_unloading_alone_doe
     assert (await front.generate(front.request(artifact=digest, max_tokens=2))).finished
 
 
-async def test_a_file_that_was_damaged_on_the_disk_is_fetched_again_without_a_quarantine(front, steer, artifacts):
+async def test_a_file_that_somebody_changes_on_the_disk_is_fetched_again_before_its_next_request(
+    front, steer, artifacts
+):
     digest = artifacts.add(b"as it should be")
     await steer.load(digest)
     await steer.unload(digest)
-    (front.app._settings.cache_dir / "artifacts" / digest).write_bytes(b"corrupt on disk")
+    (front.app._settings.cache_dir / "artifacts" / digest).write_bytes(b"as it shouldnt ")
+    answer = await front.generate(front.request(artifact=digest, max_tokens=2))
+    assert answer.finished.facts.tier_hit == SOURCE
+    assert artifacts.opened[digest] == 2
+
+
+async def test_a_file_that_rots_on_the_disk_is_fetched_again_without_a_quarantine(front, steer, artifacts):
+    digest = artifacts.add(b"as it should be")
+    await steer.load(digest)
+    await steer.unload(digest)
+    path = front.app._settings.cache_dir / "artifacts" / digest
+    path.write_bytes(b"corrupt on disk")
+    front.app._store._files.find(digest).stamp = Stamp.of(path.stat())  # the file system knows of no change
     answer = await front.generate(front.request(artifact=digest))
     assert isinstance(answer.error, CorruptArtifact)
     await front.status_where(lambda fields: digest not in fields["adapters"])

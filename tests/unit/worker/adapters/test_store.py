@@ -275,7 +275,7 @@ async def test_a_file_that_is_changed_after_it_was_verified_is_fetched_anew_befo
         lease.release()
         again = await store.acquire(digest)
         assert (tmp_path / "artifacts" / digest).read_bytes() == b"x" * 100
-        assert (again.waited, source.opened[digest]) == (True, 2)
+        assert (again.fetched, again.waited, source.opened[digest]) == (True, True, 2)
         again.release()
         assert not (await store.acquire(digest)).waited
 
@@ -286,7 +286,7 @@ async def test_a_file_that_only_its_times_changed_of_is_hashed_and_not_fetched(t
         (await store.acquire(digest)).release()
         os.utime(tmp_path / "artifacts" / digest, ns=(1, 1))
         lease = await store.acquire(digest)
-        assert (lease.waited, source.opened[digest]) == (True, 1)
+        assert (lease.fetched, lease.waited, source.opened[digest]) == (False, True, 1)
 
 
 async def test_leftovers_are_thrown_away_at_the_start(tmp_path, source):
