@@ -16,12 +16,13 @@ from typing import Final
 
 import structlog
 
+from worker.engine.in_flight import MAX_IN_FLIGHT
 from worker.engine.inbox import Inbox, MailboxClosed
 from worker.engine.loader import Loader
 from worker.engine.plan import AdapterLoad, Runner, StartedStep, StepPlan, StepResult
 from worker.engine.refusal import NOT_FINITE, STEP_FAILED, Problem
 from worker.engine.residency import Placement
-from worker.engine.scheduler import MAX_IN_FLIGHT, Scheduler
+from worker.engine.scheduler import Scheduler
 from worker.mailbox import (
     Abort,
     Compare,

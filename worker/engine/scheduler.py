@@ -3,16 +3,13 @@
 `schedule` makes a step's plan: running requests grow by the tokens that the budget gives them, then waiting ones are
 admitted into what is left. `update` (or `fail_step`) takes the outcome. Between them the scheduler owns every request:
 waiting in the queue, or running with its blocks and adapter reference, or gone. One more plan may be made while one is
-in flight. What ends meanwhile keeps its blocks and reference until the last plan is answered, since steps may still
-read and write them.
+in flight.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass
 
 from worker.engine import refusal
 from worker.engine.admission import Admission, admit, place_ahead
@@ -22,13 +19,13 @@ from worker.engine.comparisons import check as check_comparison
 from worker.engine.config import EngineConfig
 from worker.engine.fairness import TenantCounters
 from worker.engine.growth import Shares, grow, share_prompt_tokens, share_tokens
+from worker.engine.in_flight import MAX_IN_FLIGHT, PlansInFlight
 from worker.engine.memory import Memory
 from worker.engine.orders import NOBODY, Orders
 from worker.engine.plan import (
     AdapterLoad,
     ComparisonStep,
     HostChanges,
-    NewRequest,
     SampledTokens,
     StepPlan,
     StepResult,
@@ -56,9 +53,6 @@ from worker.mailbox import (
     Unpin,
 )
 
-MAX_IN_FLIGHT: Final = 2
-"""Plans that may wait for their outcome: a step that runs, and the next."""
-
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
@@ -73,15 +67,6 @@ class Schedule:
     """Slots whose loads were begun for nobody in a hurry, and that requests wait for now."""
     wanted: tuple[int, ...] = ()
     """Requests whose adapter's file is to be asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    """A plan whose outcome is not known yet."""
-
-    plan: StepPlan
-    leaving: list[Request] = field(default_factory=list)
-    """Requests that ended after it was made; the step may still use what they hold."""
 
 
 class Scheduler:
@@ -101,10 +86,8 @@ class Scheduler:
         self._host_bytes = 0
         self._compared: list[Compared] = []
         self._running: dict[int, Request] = {}
-        self._in_flight: deque[_InFlight] = deque()  # in the order in which they are answered
-        self._ended: list[int] = []  # known to the runner, which is told with the next plan
-        self._sequence = self._step = 0
-        self._num_preempted = self._num_cached_tokens = 0
+        self._plans = PlansInFlight()
+        self._sequence = self._num_preempted = self._num_cached_tokens = 0
 
     # Requests come and go.
 
@@ -256,10 +239,11 @@ class Scheduler:
         While one is in flight there may be nothing to plan that does not depend on its outcome, though there is once it
         is answered. Raises ValueError while MAX_IN_FLIGHT are.
         """
-        if len(self._in_flight) >= MAX_IN_FLIGHT:
-            raise ValueError(f"the plan of step {self._in_flight[0].plan.step} has not been answered")
+        in_flight = self._plans.oldest
+        if in_flight is not None and len(self._plans) >= MAX_IN_FLIGHT:
+            raise ValueError(f"the plan of step {in_flight.step} has not been answered")
         compares = self._comparisons and not self._waiting
-        if self._in_flight and (compares or self._in_flight[0].plan.comparison is not None):
+        if in_flight is not None and (compares or in_flight.comparison is not None):
             return Schedule((), (), None)
         shares, budget = share_tokens(self._running.values(), self._config, self._skip_cached)
         shares, short = self._grow(shares)
@@ -281,12 +265,12 @@ class Scheduler:
                 shares += more
                 if short:
                     shares = [share for share in shares if share[0].request_id in self._running]
-        if self._comparisons and not (self._waiting or short or self._in_flight):  # its step is alone in flight
+        if self._comparisons and not (self._waiting or short or self._plans):  # its step is alone in flight
             loads, comparison = self._comparisons.next(self._running.values(), budget, now, alone=not shares)
             placements = (*placements, *loads)
             if not (placements or comparison or self._running) and (failure := self._comparisons.give_up()) is not None:
                 failures = (*failures, failure)
-        plan = self._plan(shares, comparison) if shares or comparison is not None else None
+        plan = self._plans.make(shares, comparison) if shares or comparison is not None else None
         hurried, self._hurried = tuple(self._hurried), []
         return Schedule(self._memory.take_evicted(), placements, plan, failures, hurried, self._waiting.take_wanted())
 
@@ -295,7 +279,7 @@ class Scheduler:
 
         A load that ends before that step is planned saves its requests the step.
         """
-        if not (self._has_cold_arrivals and self._running) or self._in_flight:
+        if not (self._has_cold_arrivals and self._running) or self._plans:
             return (), ()
         self._has_cold_arrivals = False
         running = tuple(self._running.values())
@@ -308,7 +292,7 @@ class Scheduler:
         Raises ValueError, and changes nothing, when the result does not answer the plan.
         """
         sampled = sampled_by_request(plan, result)
-        if len(self._in_flight) > 1 and any(len(entry.token_ids) > 1 for entry in result.sampled):
+        if len(self._plans) > 1 and any(len(entry.token_ids) > 1 for entry in result.sampled):
             raise ValueError(f"step {plan.step} sampled more tokens than the plan after it has counted on")
         self._answered(plan)
         if (compared := self._comparisons.finish(result.compared)) is not None:
@@ -343,8 +327,7 @@ class Scheduler:
     def fail_step(self, plan: StepPlan, problem: refusal.Problem) -> list[Failure]:
         """Take a step that raised: all of its requests fail and free what they hold; the others run on."""
         self._answered(plan)
-        # Nobody knows whether the runner has taken note. Whom the plan after it has announced again must not be told.
-        self._ended[:0] = [request_id for request_id in plan.ended_request_ids if not self._is_announced(request_id)]
+        self._plans.tell_again(plan, self._is_announced)
         failed = [s.request_id for s in plan.sequences if s.request_id in self._running]
         if (comparing := self._comparisons.in_step()) is not None:
             failed.append(comparing)
@@ -379,7 +362,7 @@ class Scheduler:
     def _place_ordered(self, admission: Admission, now: float) -> list[Placement]:
         if not (self._orders and admission.may_place):
             return []
-        is_quiet = not (self._waiting or self._running or self._in_flight or self._memory.residency.is_loading)
+        is_quiet = not (self._waiting or self._running or self._plans or self._memory.residency.is_loading)
         return self._orders.place(admission.claimed, reserve=admission.reserve, now=now, is_quiet=is_quiet)
 
     def _give_up_stuck(self) -> tuple[Failure, ...]:
@@ -387,7 +370,7 @@ class Scheduler:
 
         They are refused before that, but what adapters take on the device is known once they are there only.
         """
-        if self._running or self._in_flight or self._memory.residency.is_loading:
+        if self._running or self._plans or self._memory.residency.is_loading:
             return ()
         first = next(self._waiting.in_order(), None)
         if first is None:
@@ -403,7 +386,7 @@ class Scheduler:
         return any(adapter is not None and adapter.artifact_digest == artifact_digest for adapter in adapters)
 
     def _grow(self, shares: Shares) -> tuple[Shares, bool]:
-        preempt = None if self._in_flight else self._preempt
+        preempt = None if self._plans else self._preempt
         growth = grow(shares, self._running.values(), self._memory, self._config, self._priority, preempt)
         return growth.shares, growth.short
 
@@ -440,19 +423,6 @@ class Scheduler:
         if is_requests or request_id in self._comparisons or request_id in self._orders:
             raise ValueError(f"request id {request_id} is already in use")
 
-    def _plan(self, shares: Shares, comparison: ComparisonStep | None) -> StepPlan:
-        self._step += 1
-        new: list[NewRequest] = []
-        for request, _ in shares:
-            if not request.announced:
-                request.announced = True
-                new.append(request.as_new())
-        sequences = tuple([request.next_step(count) for request, count in shares])
-        plan = StepPlan(self._step, tuple(new), sequences, tuple(self._ended), comparison)
-        self._ended.clear()
-        self._in_flight.append(_InFlight(plan))
-        return plan
-
     def _take(self, request: Request, position: int, sampled: SampledTokens, now: float) -> Output:
         first = position == request.prompt_tokens
         if first:
@@ -473,11 +443,7 @@ class Scheduler:
 
     def _end(self, request: Request) -> None:
         del self._running[request.request_id]
-        if request.announced:
-            self._ended.append(request.request_id)
-        if self._in_flight:
-            self._in_flight[-1].leaving.append(request)
-        else:
+        if not self._plans.end(request):
             self._release(request)
 
     def _release(self, request: Request) -> None:
@@ -486,10 +452,7 @@ class Scheduler:
             self._memory.release(request.adapter_slot)
 
     def _answered(self, plan: StepPlan) -> None:
-        """Note that a plan is no longer in flight; what ended since it was made, before the next, is given back."""
-        if not self._in_flight or plan is not self._in_flight[0].plan:
-            raise ValueError(f"step {plan.step} is not the one to be answered")
-        for request in self._in_flight.popleft().leaving:
+        for request in self._plans.answered(plan):
             self._release(request)
 
     def _is_announced(self, request_id: int) -> bool:

@@ -33,7 +33,7 @@ def check_ownership(driver: Driver) -> None:
     scheduler, config = driver.scheduler, driver.config
     memory, running = scheduler._memory, scheduler._running.values()
     arena, residency = memory.arena, memory.residency
-    leaving = [request for step in scheduler._in_flight for request in step.leaving]
+    leaving = [request for step in scheduler._plans._in_flight for request in step.leaving]
     kv = Counter(block for request in [*running, *leaving] for block in request.block_ids)
     comparing = scheduler._comparisons._in_step
     slots_compared = Counter(() if comparing is None else (comparing.exact_slot, comparing.measured_slot))
