@@ -77,7 +77,7 @@ def leftovers(tmp_path) -> list[str]:
 
 
 async def until(condition) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110 - conditions of several objects, which have no event
             await asyncio.sleep(0)
 

@@ -73,7 +73,7 @@ class FileServer:
 
     async def until_stalling(self, count: int) -> None:
         """Wait until so many answers stand still."""
-        async with self.stalled, asyncio.timeout(10):
+        async with self.stalled, asyncio.timeout(30):
             await self.stalled.wait_for(lambda: self.stalling >= count)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

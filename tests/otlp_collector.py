@@ -47,10 +47,11 @@ class Received:
 
 @dataclass
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps all spans by trace id. `refuses` answers UNAVAILABLE; `hangs` does not answer until the server stops."""
+    """Keeps all spans by trace id. `refuses` answers with `refusal`; `hangs` does not answer until the server stops."""
 
     endpoint: str = ""
     refuses: bool = False
+    refusal: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
     hangs: bool = False
     received: list[Received] = field(default_factory=list)
     raw: list[bytes] = field(default_factory=list)
@@ -65,7 +66,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         if self.hangs:
             self.stopped.wait(30)
         if self.refuses:
-            context.abort(grpc.StatusCode.UNAVAILABLE, "told to refuse")
+            context.abort(self.refusal, "told to refuse")
         with self.changed:
             self.raw.append(request.SerializeToString())
             for resource in request.resource_spans:

@@ -148,7 +148,7 @@ class Front:
             answer.error = from_rpc_error(error)
         return answer
 
-    async def status_where(self, wanted: Callable[[dict[str, Any]], bool], within: float = 5) -> dict[str, Any]:
+    async def status_where(self, wanted: Callable[[dict[str, Any]], bool], within: float = 30) -> dict[str, Any]:
         """Follow the status stream until the merged status satisfies `wanted`."""
         state = Merged()
         call = self.stub.WatchStatus(WatchStatusRequest())

@@ -98,13 +98,17 @@ class ServiceProcess:
             except TimeoutError:
                 self._tell("stopping", f"still there after {patience_s:g} s; killing it")
             finally:
-                self.kill()
+                self._kill_all()
             with suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), _KILL_WAIT_S)
         self._tell("stopped", "")
 
     def kill(self) -> None:
-        """Kill the process and all it started, at once."""
+        """Kill the process and all it started, at once and for good: it is not started again."""
+        self._stopping.set()
+        self._kill_all()
+
+    def _kill_all(self) -> None:
         if self._process is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -123,14 +127,14 @@ class ServiceProcess:
                 env={**os.environ, "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"},
             )  # fmt: skip
         if self._stopping.is_set():  # asked while it was being made
-            self.kill()
+            self._kill_all()
         self._tell("starting", "")
         async with asyncio.TaskGroup() as tasks:
             self._watching = tasks.create_task(self._watch_health())
             following = tasks.create_task(self._tell_progress(said_before))
             code = await process.wait()
             following.cancel()
-            self.kill()  # what it started and left behind, such as an engine whose front end died
+            self._kill_all()  # what it started and left behind, such as an engine whose front end died
             self._watching.cancel()
         self.ready.clear()
         return Ended(code, time.monotonic() - self._ready_since_s if self._ready_since_s is not None else 0.0)

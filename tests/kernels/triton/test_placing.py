@@ -63,7 +63,9 @@ def factor_bytes(adapter: PackedAdapter) -> int:
     return sum(array.nbytes for array in arrays)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(
     hidden=st.sampled_from([128, 160, 320]),
     inner=st.sampled_from([160, 512, 1088]),

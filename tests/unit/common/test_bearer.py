@@ -83,12 +83,12 @@ async def call(channel: aio.Channel, kind: str, metadata: Any) -> None:
     stub = adapter_pb2_grpc.AdapterServiceStub(channel)
     match kind:
         case "unary":
-            await stub.GetAdapter(adapter_pb2.GetAdapterRequest(), metadata=metadata, timeout=5)
+            await stub.GetAdapter(adapter_pb2.GetAdapterRequest(), metadata=metadata, timeout=60)
         case "upload":
-            await stub.UploadArtifact(iter([adapter_pb2.UploadArtifactRequest()]), metadata=metadata, timeout=5)
+            await stub.UploadArtifact(iter([adapter_pb2.UploadArtifactRequest()]), metadata=metadata, timeout=60)
         case "download":
             request = adapter_pb2.DownloadArtifactRequest()
-            assert [part async for part in stub.DownloadArtifact(request, metadata=metadata, timeout=5)]
+            assert [part async for part in stub.DownloadArtifact(request, metadata=metadata, timeout=60)]
 
 
 @pytest.mark.parametrize("kind", ["unary", "upload", "download"])
@@ -134,12 +134,12 @@ async def test_without_a_configured_token_nobody_is_asked():
 async def test_health_and_reflection_stay_open():
     async with guarded(TOKEN) as (_, channel):
         stub = health_pb2_grpc.HealthStub(channel)
-        answer = await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE.full_name), timeout=5)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE.full_name), timeout=60)
         assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
-        watch = aiter(stub.Watch(health_pb2.HealthCheckRequest(), timeout=5))
+        watch = aiter(stub.Watch(health_pb2.HealthCheckRequest(), timeout=60))
         assert (await anext(watch)).status == health_pb2.HealthCheckResponse.NOT_SERVING
         ask = reflection_pb2.ServerReflectionRequest(list_services="")
-        asked = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([ask]), timeout=5)
+        asked = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([ask]), timeout=60)
         services = (await anext(aiter(asked))).list_services_response.service
     assert SERVICE.full_name in {service.name for service in services}
 

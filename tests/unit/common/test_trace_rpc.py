@@ -11,6 +11,7 @@ import grpc
 import pytest
 from grpc import aio
 
+from common import trace_export
 from common.rpc import Server, open_channel
 from common.trace_rpc import is_traced
 from common.tracing import tracing
@@ -66,13 +67,20 @@ async def served() -> AsyncIterator[aio.Channel]:
         await server.stop(0)
 
 
+@pytest.fixture(autouse=True)
+def _soon_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spans go out at once, and the last ones have the time they need."""
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    monkeypatch.setattr(trace_export, "FLUSH_S", 60.0)
+
+
 async def span_of(act: Callable[[aio.Channel], Awaitable[None]]) -> Received:
-    """The one span that comes of what `act` does."""
+    """The one span that comes of what `act` does, and of no stop of the server."""
     with running_collector() as collector:
         with tracing("test", collector.endpoint):
             async with served() as channel:
                 await act(channel)
-            await asyncio.to_thread(lambda: None)
+                await asyncio.to_thread(collector.wait_for, TRACE, bool, 60)
         (span,) = collector.trace(TRACE)
     assert b"secret" not in b"".join(collector.raw)
     assert span.span.parent_span_id.hex() == "00f067aa0ba902b7"
@@ -114,7 +122,6 @@ async def test_a_stream_whose_client_goes_is_cancelled_wherever_its_handler_is(m
         await call.read()
         await asyncio.sleep(0.2)  # the flood's handler is in a write by then
         call.cancel()
-        await asyncio.sleep(0.2)  # the server is to hear of it before it is stopped
 
     span = await span_of(act)
     assert span.is_cancelled
@@ -123,11 +130,10 @@ async def test_a_stream_whose_client_goes_is_cancelled_wherever_its_handler_is(m
 
 async def test_a_deadline_is_no_cancellation() -> None:
     async def act(channel: aio.Channel) -> None:
-        call = generate(channel, "wait", timeout=2)
+        call = generate(channel, "wait", timeout=4)
         await call.read()  # the server has begun it
         with pytest.raises(grpc.RpcError):
             await call.read()
-        await asyncio.sleep(0.2)
 
     span = await span_of(act)
     assert span.error == "DEADLINE_EXCEEDED"

@@ -58,7 +58,7 @@ def commands(tmp_path, monkeypatch):
     return Commands(folder)
 
 
-def gone(pid, timeout_s=10.0):
+def gone(pid, timeout_s=60.0):
     end_s = time.monotonic() + timeout_s
     while time.monotonic() < end_s:
         try:

@@ -398,10 +398,10 @@ def fake_cluster() -> Iterator[FakeCluster]:
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
     thread.start()
-    assert up.wait(10)
+    assert up.wait(60)
     yield fake
     loop.call_soon_threadsafe(down.set)
-    thread.join(10)
+    thread.join(60)
     loop.close()
 
 

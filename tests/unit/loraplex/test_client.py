@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 
 import pytest
 
@@ -29,10 +30,11 @@ def client(fake_cluster):
 
 
 @pytest.fixture
-def nobody() -> str:
+def nobody() -> Iterator[str]:
+    """An address that is taken, so that nobody else comes to listen there, and that nobody listens at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+        yield f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def test_events_come_in_the_order_of_the_stream(client):
@@ -77,15 +79,17 @@ def test_leaving_the_iterator_cancels_the_request(client, fake_cluster):
     events = client.generate("endless", "x")
     assert isinstance(next(events), TextDelta)
     events.close()
-    assert fake_cluster.cancelled.wait(5)
+    assert fake_cluster.cancelled.wait(60)
 
 
 def test_a_deadline_travels_and_ends_the_stream(client, fake_cluster):
     with pytest.raises(DeadlineExceeded, match="had finished"):
         gather(client.generate("endless", "x", timeout_s=0.3))
-    assert fake_cluster.remaining_s[0] <= 0.31  # gRPC rounds up
+    gather(client.generate("m", "x", timeout_s=60))
     gather(client.generate("m", "x"))
-    assert 500 < fake_cluster.remaining_s[1] <= 1.02 * Timeouts().generate_s
+    given, unless_given = fake_cluster.remaining_s[-2:]  # the first call's may have passed before the server began it
+    assert 0 < given <= 61  # gRPC rounds up
+    assert 500 < unless_given <= 1.02 * Timeouts().generate_s
 
 
 def test_an_adapter_is_uploaded_byte_by_byte(client, fake_cluster, tiny_adapter):
@@ -215,7 +219,7 @@ def test_the_wrong_service_behind_an_address_is_said(fake_cluster, tiny_adapter)
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
     thread.start()
-    assert up.wait(10)
+    assert up.wait(60)
     try:
         with (
             Client(f"127.0.0.1:{port[0]}") as client,
@@ -224,7 +228,7 @@ def test_the_wrong_service_behind_an_address_is_said(fake_cluster, tiny_adapter)
             list(client.list_models())
     finally:
         loop.call_soon_threadsafe(down.set)
-        thread.join(10)
+        thread.join(60)
         loop.close()
 
 
@@ -260,7 +264,7 @@ async def test_closing_an_asynchronous_stream_cancels_the_request(fake_cluster):
         await events.aclose()
         import asyncio
 
-        assert await asyncio.to_thread(fake_cluster.cancelled.wait, 5)
+        assert await asyncio.to_thread(fake_cluster.cancelled.wait, 60)
 
 
 async def test_the_asynchronous_client_names_an_absent_router(nobody):

@@ -25,7 +25,7 @@ async def test_what_is_retired_again_gets_the_whole_grace_again(monkeypatch: pyt
     waiting.retire({"int8", "int4"})
     waiting.retire({"none"})
     waiting.retire({"int8"})  # it was named again in between
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(waiting.run())
         await done.wait()
         running.cancel()

@@ -72,7 +72,7 @@ def test_the_order_of_modules_changes_neither_digest(tmp_path_factory, adapter, 
     assert pack(again, folder / "one") == pack(adapter, folder / "other")
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=25)
 @given(
     st.randoms(),
     st.dictionaries(st.text(max_size=5), st.text(max_size=5)),

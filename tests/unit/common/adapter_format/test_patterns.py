@@ -70,9 +70,9 @@ CATASTROPHIC = [r"(.|.)*!", r"(.*.*)*.*.*.*.*!", r"(\w+\.?)+!", r"((a?){60}){60}
 
 @pytest.mark.parametrize("text", CATASTROPHIC)
 def test_catastrophic_patterns_are_answered_at_once(text):
-    started = time.perf_counter()
+    started = time.process_time()
     assert not compile_pattern(text).matches("model.layers.0.self_attn.q_proj" * 3)
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
 
 
 NOT_REGULAR = ["(", "a**", r"(a)\1", "(?=a)a", "(?<!b)a", "(?i)a", "(?i:a)", "(?>a)b", "a*+"]

@@ -283,7 +283,9 @@ def test_a_file_without_tensors_is_refused(upload):
         upload(lambda tensors: tensors.clear())
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=300, deadline=None
+)
 @given(st.data())
 def test_whatever_happens_to_the_bytes_the_answer_is_an_adapter_or_a_typed_refusal(tmp_path, base_folder, base, data):
     folder = tmp_path / "fuzzed"

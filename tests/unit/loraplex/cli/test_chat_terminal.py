@@ -41,7 +41,7 @@ class Terminal:
     def type(self, keys: str) -> None:
         os.write(self._ours, keys.encode())
 
-    def until(self, text: str, timeout_s: float = 20.0) -> None:
+    def until(self, text: str, timeout_s: float = 60.0) -> None:
         """Read until `text` comes; the next call begins behind it."""
         deadline, got = time.monotonic() + timeout_s, self._rest
         self._rest = ""
@@ -73,7 +73,7 @@ class Terminal:
 
     def close(self) -> int:
         try:
-            return self.process.wait(20)
+            return self.process.wait(60)
         finally:
             self.process.kill()
             self.process.wait()

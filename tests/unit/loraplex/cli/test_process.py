@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from loraplex.cli import restarts
 from loraplex.cli.guard import guarded
 from loraplex.cli.ports import claim_ports
 from loraplex.cli.process import ProcessSpec, ServiceProcess, Status
@@ -26,12 +27,12 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 {before}
 servicer = health.HealthServicer()
+{prepared}
 server = grpc.server(futures.ThreadPoolExecutor(2))
 health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
 server.add_insecure_port(sys.argv[1])
 server.start()
 servicer.set("", health_pb2.HealthCheckResponse.SERVING)
-{after}
 signal.sigwait([signal.SIGTERM] if {stops} else [signal.SIGUSR2])
 """
 BLOCK = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR2])"
@@ -63,7 +64,7 @@ class Watched:
         async with self._changed:
             self._changed.notify_all()
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         async with asyncio.timeout(timeout_s), self._changed:
             await self._changed.wait_for(condition)
 
@@ -75,8 +76,8 @@ class Watched:
         return next(status.pid for status in reversed(self.told) if status.pid is not None)
 
 
-def script(*, before: str = BLOCK, after: str = "", stops: bool = True) -> str:
-    return HEALTHY.format(before=before, after=after, stops=stops)
+def script(*, before: str = BLOCK, prepared: str = "", stops: bool = True) -> str:
+    return HEALTHY.format(before=before, prepared=prepared, stops=stops)
 
 
 async def test_it_starts_becomes_ready_and_stops_when_asked(tmp_path):
@@ -120,7 +121,7 @@ async def test_what_does_not_stop_is_killed_with_all_it_started(tmp_path):
         child = psutil.Process(int(watched.spec.log_file.read_text().split()[1]))
         await watched.process.stop(patience_s=0.3)
     assert any("killing it" in status.detail for status in watched.told)
-    child.wait(5)
+    child.wait(60)
     assert not psutil.pid_exists(watched.pid)
 
 
@@ -132,7 +133,7 @@ async def test_what_a_dead_process_left_behind_is_killed_before_it_starts_again(
         child = psutil.Process(int(watched.spec.log_file.read_text().split()[1]))
         os.kill(watched.pid, signal.SIGKILL)
         await watched.until(lambda: watched.count("starting") == 2)
-        child.wait(5)
+        child.wait(60)
         await watched.process.stop(patience_s=10)
 
 
@@ -142,9 +143,8 @@ def toggle(*_):
     servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
 signal.signal(signal.SIGUSR1, toggle)
 """
-    watched = Watched(
-        tmp_path, script(after=toggles).replace("signal.sigwait(", "signal.sigtimedwait([], 5); signal.sigwait(")
-    )
+    looks_up = "while True:\n    signal.sigtimedwait([], 0.2)\n("  # a signal that comes just before a wait ends none
+    watched = Watched(tmp_path, script(prepared=toggles).replace("signal.sigwait(", looks_up))
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(watched.process.supervise())
         await watched.until(watched.process.ready.is_set)
@@ -154,16 +154,27 @@ signal.signal(signal.SIGUSR1, toggle)
         await watched.process.stop(patience_s=0.0)
 
 
-async def test_stopping_during_the_pause_before_a_restart_does_not_wait_for_it(tmp_path):
+async def test_stopping_during_the_pause_before_a_restart_does_not_wait_for_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(restarts, "FIRST_DELAY_S", 600.0)
+    monkeypatch.setattr(restarts, "MAX_DELAY_S", 600.0)
     watched = Watched(tmp_path, script())
-    async with asyncio.timeout(15), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(200), asyncio.TaskGroup() as tasks:
         supervised = tasks.create_task(watched.process.supervise())
         await watched.until(watched.process.ready.is_set)
         os.kill(watched.pid, signal.SIGKILL)
         await watched.until(lambda: watched.count("restarting") == 1)
         await watched.process.stop(patience_s=10)
-        await asyncio.wait_for(supervised, 0.4)
+        await asyncio.wait_for(supervised, 60)
     assert watched.count("starting") == 1
+
+
+async def test_what_its_owner_kills_is_not_started_again(tmp_path):
+    watched = Watched(tmp_path, script())
+    async with asyncio.timeout(200), asyncio.TaskGroup() as tasks:
+        tasks.create_task(watched.process.supervise())
+        await watched.until(watched.process.ready.is_set)
+        watched.process.kill()
+    assert (watched.count("starting"), watched.count("restarting")) == (1, 0)
 
 
 def test_a_guarded_process_dies_with_its_parent(tmp_path):
@@ -180,7 +191,7 @@ child.wait()
         lines = {process.stdout.readline().strip(), process.stdout.readline().strip()}
         child = psutil.Process(int((lines - {"up"}).pop()))
         process.kill()
-        child.wait(5)
+        child.wait(60)
 
 
 def test_a_guard_whose_parent_is_gone_starts_nothing(tmp_path):

@@ -63,7 +63,7 @@ async def test_when_to_try_again_follows_from_the_bytes_that_came(tmp_path, sour
     now = [0.0]
     async with an_access(tmp_path, source, clock=lambda: now[0]) as access:
         first = asyncio.create_task(access.acquire(digest, 600))
-        await until(lambda: source.open_now == 1 and access.store._fetches[digest].progress.num_bytes >= 49)
+        await until(lambda: source.open_now == 1 and access.store._fetches[digest].progress.num_bytes >= 56)
         now[0] = 20.0
         with pytest.raises(DeadlineUnreachable) as refused:
             await access.acquire(digest)

@@ -24,7 +24,7 @@ from worker.mailbox import (
 
 class Client:
     def __init__(self, mailbox: socket.socket) -> None:
-        mailbox.settimeout(20)
+        mailbox.settimeout(60)
         self.socket = mailbox
         self.received = bytearray()
         self.steps: list[Step] = []
@@ -56,7 +56,7 @@ class Client:
         return taken
 
     def read(self) -> FromEngine:
-        """The next message; raises EOFError at the end and TimeoutError after 20 s of silence."""
+        """The next message; raises EOFError at the end and TimeoutError after 60 s of silence."""
         message = decode_from_engine(self._exactly(int.from_bytes(self._exactly(4), "little")))
         if isinstance(message, Step):
             self.steps.append(message)

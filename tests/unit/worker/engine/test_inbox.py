@@ -172,7 +172,7 @@ def test_close_sends_what_stands_unsent() -> None:
 
     reader = threading.Thread(target=read)
     reader.start()
-    inbox.close(flush_s=5)
+    inbox.close(flush_s=60)
     reader.join()
     front.close()
     assert bytes(got) == encode(step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +79,18 @@ class Running:
             self._inbox.close(flush_s=1)
 
     def join(self) -> None:
-        self.thread.join(20)
+        self.thread.join(60)
         assert not self.thread.is_alive()
+
+    def until_asleep(self, for_s: float = 0.3) -> None:
+        """Wait until the loop makes no turn for a while; it may be about to make its last."""
+        deadline = time.monotonic() + 60
+        while True:
+            turns = self.turns
+            time.sleep(for_s)
+            if self.turns == turns:
+                return
+            assert time.monotonic() < deadline, "the loop goes on turning"
 
 
 @pytest.fixture(params=[False, True], ids=["one step after the other", "the next planned while one runs"])
@@ -142,7 +152,6 @@ def test_of_several_that_can_never_start_none_waits_for_a_message_that_may_not_c
     other = AdapterFile("other", str(adapter("o" * 20)), 20)
     for request_id in (3, 4):
         client.send(Submit(request_id, (5, 6, 7), Sampling(), other, "default", time.monotonic()))
-    client.socket.settimeout(1)
     client.read_until_ended(3, 4)
     assert {client.failures[request_id].reason for request_id in (3, 4)} == {"DEVICE_FULL"}
 
@@ -178,12 +187,10 @@ def test_an_idle_engine_sleeps_and_says_nothing(start: Start) -> None:
     client.read_until_ended(1)
     client.submit(2)
     client.read_until_ended(2)
-    time.sleep(0.1)
-    turns = running.turns
-    client.socket.settimeout(0.3)
+    running.until_asleep()
+    client.socket.settimeout(0.1)
     with pytest.raises(TimeoutError):
         client.read()
-    assert running.turns == turns
 
 
 def test_others_run_while_an_adapter_loads_and_its_change_is_told_when_idle(start: Start, adapter: Make) -> None:
@@ -243,17 +250,25 @@ def test_an_abort_during_a_load_leaves_the_adapter_for_later(start: Start, adapt
 
 
 def test_an_abort_frees_everything_within_a_step(start: Start, adapter: Make) -> None:
-    client = start(FakeRunner(step_s=0.02)).client
+    running = start(FakeRunner(step_s=0.02))
+    client, scheduler = running.client, running._loop._scheduler
+    begun: list[int] = []  # steps, when the abort came
+    abort = scheduler.abort
+
+    def noted(request_ids: Iterable[int]) -> None:
+        begun.append(running.runner._started)
+        abort(request_ids)
+
+    scheduler.abort = noted  # type: ignore[method-assign]
     client.submit(1, max_tokens=200, adapter=adapter("a"))
     client.submit(2, max_tokens=200)
     while not (client.outputs.get(1) and client.outputs.get(2)):
         client.read()
     client.abort(1, 2)
-    at = len(client.steps)
     while client.steps[-1].status.running_requests:
         client.read()
-    # The frames between are those already under way: the step running at the abort and what the socket held.
-    assert len(client.steps) - at <= 3
+    assert begun
+    assert client.steps[-1].step <= begun[0]  # none was begun for them afterwards
     status = client.steps[-1].status
     assert (status.free_blocks, client.adapters["a"].in_flight) == (64, 0)
 
@@ -345,14 +360,11 @@ def test_a_front_end_that_does_not_read_stops_the_steps_but_not_its_aborts(start
     client = running.client
     for request_id in range(64):
         client.submit(request_id, max_tokens=10**5, logprobs=20)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not running._inbox.congested:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    time.sleep(0.1)
-    turns = running.turns
-    time.sleep(0.2)
-    assert running.turns - turns <= 1
+    running.until_asleep()
     skipped_s = 10.0**6
     client.abort(*range(64))
     while not client.steps or client.steps[-1].status.running_requests or not client.steps[-1].step:

@@ -232,10 +232,10 @@ def test_many_control_tokens_and_much_content_take_no_time() -> None:
     kind = byte_level()
     kind.tokenizer.add_special_tokens(added(*(f"<|reserved_special_token_{number}|>" for number in range(1000))))
     veil = Veil(kind.tokenizer, range(10_000))
-    began_s = time.perf_counter()
+    began_s = time.process_time()
     assert not veil.is_needed("<|reserved_special_token_" * 40_000)
     assert not veil.is_needed("an ordinary text " * 60_000)
-    assert time.perf_counter() - began_s < 2.0  # a million characters each; 40 ms here
+    assert time.process_time() - began_s < 2.0  # a million characters each; 40 ms here
     assert veil.is_needed("<|reserved_special_token_999|>")
     assert veil.reveal(veil.hide("<|reserved_special_token_99|>9|>")) == "<|reserved_special_token_99|>9|>"
 
