@@ -94,8 +94,8 @@ async def test_a_download_that_stands_still_is_asked_again_and_then_given_up(
 ):
     raw = (adapter_folder / WEIGHTS).read_bytes()
     server.put(folder + WEIGHTS, Answer(raw, until=3000, stalls=True), Answer(raw))
-    rules = {"import_schemes": "http", "import_private_hosts": "127.0.0.1", "import_stall_s": STALL_S}
-    async with registry_here(tmp_path, **rules) as registry:
+    rules = {"import_schemes": "http", "import_private_hosts": "127.0.0.1"}
+    async with registry_here(tmp_path, import_stall_s=STALL_S, **rules) as registry:
         await registry.add_base(base_folder)
         await imported(registry, server, folder, adapter_folder)
         server.put(folder + WEIGHTS, Answer(raw, until=3000, stalls=True), Answer(raw, until=0, stalls=True))
