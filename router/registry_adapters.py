@@ -45,7 +45,7 @@ class RegistryAdapters:
             raise registry_error(error) from None
         if registered is None:
             raise errors.RegistryUnavailable("the registry ended the import without telling its outcome")
-        await self._catalog.wait_for_revision(registered.revision, timeout_s=_CATALOG_S)
+        await self._catalog.wait_for_revision(registered.revision, _CATALOG_S)
         return registered
 
     async def delete_adapter(self, name: str) -> int:
@@ -57,7 +57,7 @@ class RegistryAdapters:
                 deleted = await stub.DeleteAdapter(request, timeout=_DELETE_S, metadata=self._credentials)
         except aio.AioRpcError as error:
             raise registry_error(error) from None
-        await self._catalog.wait_for_revision(deleted.revision, timeout_s=_CATALOG_S)
+        await self._catalog.wait_for_revision(deleted.revision, _CATALOG_S)
         return deleted.revision
 
 
