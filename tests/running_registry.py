@@ -37,13 +37,13 @@ class Client:
         self.bases = BaseModelServiceStub(self.channel)
 
     async def add_base(self, folder: Path, base_id: str = "tiny") -> b.CreateBaseModelResponse:
-        return await self.bases.CreateBaseModel(base_request(read_manifest(folder), base_id), timeout=20)
+        return await self.bases.CreateBaseModel(base_request(read_manifest(folder), base_id), timeout=60)
 
     async def upload(self, folder: Path, name: str, base_id: str = "") -> a.UploadArtifactResponse:
         return await self.send(upload_parts(folder, name, base_id))
 
     async def send(self, parts: list[a.UploadArtifactRequest]) -> a.UploadArtifactResponse:
-        return await self.adapters.UploadArtifact(iter(parts), timeout=30)
+        return await self.adapters.UploadArtifact(iter(parts), timeout=60)
 
     async def events(self, source: str, name: str = "x", **fields: Any) -> list[a.ImportAdapterResponse]:
         request = a.ImportAdapterRequest(name=name, source=source, **fields)
@@ -57,7 +57,7 @@ class Client:
     async def download(self, digest: str, offset: int = 0) -> tuple[int, bytes]:
         request = a.DownloadArtifactRequest(artifact_digest=digest, offset=offset)
         size, pieces = -1, []
-        async for part in self.adapters.DownloadArtifact(request, timeout=20):
+        async for part in self.adapters.DownloadArtifact(request, timeout=60):
             if part.HasField("info"):
                 size = part.info.size_bytes
             pieces.append(part.data)
@@ -114,7 +114,7 @@ async def nothing_is_left(client: Client, state_dir: Path) -> bool:
 
 async def eventually(condition: Callable[[], object]) -> None:
     """Wait for what another process or task does to files; no event tells of it."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110 - see above
             await asyncio.sleep(0.01)
 
@@ -138,7 +138,7 @@ async def registry_here(state_dir: Path, database_url: str | None = None, **sett
     finally:
         await client.channel.close()
         stopping.set()
-        await asyncio.wait_for(task, 20)
+        await asyncio.wait_for(task, 60)
 
 
 class RegistryProcess:
@@ -150,7 +150,7 @@ class RegistryProcess:
 
     async def listening_port(self) -> int:
         """Read the log until it says where the registry listens."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             assert self.process.stderr
             async for line in self.process.stderr:
                 self.log.append(line.decode())
@@ -160,7 +160,7 @@ class RegistryProcess:
 
     async def end(self) -> int:
         """Read the rest of the log and return the exit status."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             assert self.process.stderr
             self.log += [line.decode() async for line in self.process.stderr]
             return await self.process.wait()

@@ -18,7 +18,7 @@ class Catalog:
 
     def watch(self, client: Client):
         request = a.WatchRequest(store_id=self.store_id, revision=self.revision)
-        return client.adapters.Watch(request, timeout=20)
+        return client.adapters.Watch(request, timeout=60)
 
     async def follow(self, client: Client, until) -> None:
         call = self.watch(client)

@@ -123,8 +123,12 @@ class EngineSession:
         """Submit all requests at once and return each one's tokens."""
         first = self._next_id
         self._next_id += len(requests)
-        for index, (prompt, adapter, sampling) in enumerate(requests):
-            self._send(Submit(first + index, tuple(prompt), sampling, adapter, "default", 0.0))
+        self._send(  # at once: the engine must not be done with some before the others come
+            *(
+                Submit(first + index, tuple(prompt), sampling, adapter, "default", 0.0)
+                for index, (prompt, adapter, sampling) in enumerate(requests)
+            )
+        )
         tokens: dict[int, list[int]] = {first + index: [] for index in range(len(requests))}
         left = set(tokens)
         while left:
@@ -147,8 +151,8 @@ class EngineSession:
         self._inbox.close(flush_s=1.0)
         self._mailbox.close()
 
-    def _send(self, message: ToEngine) -> None:
-        self._mailbox.sendall(encode(message))
+    def _send(self, *messages: ToEngine) -> None:
+        self._mailbox.sendall(b"".join(map(encode, messages)))
 
     def _receive(self) -> Step:
         length = int.from_bytes(self._read(LENGTH_BYTES), "little")

@@ -45,7 +45,7 @@ def state_dir(tmp_path):
 
 @pytest.fixture
 async def empty_registry(state_dir, database_url) -> AsyncIterator[Client]:
-    async with registry_here(state_dir, database_url, max_upload_bytes=2**24, upload_idle_timeout_s=5) as client:
+    async with registry_here(state_dir, database_url, max_upload_bytes=2**24) as client:
         yield client
 
 

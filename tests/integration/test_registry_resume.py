@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
@@ -30,9 +31,14 @@ def large(tmp_path_factory, base_folder):
 
 
 class Line:
-    """A way to the registry that is cut after so many bytes to it, as often as `cuts` says."""
+    """A way to the registry that is cut after so many bytes to it, as often as `cuts` says.
 
-    def __init__(self, target: str) -> None:
+    The client hears of a cut when the registry is done with what came before, as `incoming` shows: what it keeps is
+    there when the client asks for it.
+    """
+
+    def __init__(self, target: str, incoming: Path) -> None:
+        self.incoming = incoming
         self.host, _, port = target.partition(":")
         self.port = int(port)
         self.cuts: list[int] = []
@@ -51,8 +57,9 @@ class Line:
                 async with asyncio.TaskGroup() as pipes:
                     pipes.create_task(self._pipe(there, writer, None))
                     await self._pipe(reader, back, limit)
-                    for side in (writer, back):
-                        side.transport.abort()
+                    back.transport.abort()
+                    await eventually(lambda: not list(self.incoming.iterdir()))
+                    writer.transport.abort()
             finally:
                 back.transport.abort()
         except (OSError, asyncio.CancelledError):  # the registry is away; the test is over
@@ -73,8 +80,8 @@ class Line:
 
 
 @asynccontextmanager
-async def line_to(target: str) -> AsyncIterator[tuple[str, Line]]:
-    line = Line(target)
+async def line_to(target: str, incoming: Path) -> AsyncIterator[tuple[str, Line]]:
+    line = Line(target, incoming)
     server = await asyncio.start_server(line.serve, "127.0.0.1", 0)
     try:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", line
@@ -90,7 +97,8 @@ async def test_an_upload_whose_line_is_cut_again_and_again_goes_on_where_it_was(
     size = (large / WEIGHTS_FILE).stat().st_size
     assert size > 3 * 2**20
     told: list[int] = []
-    async with registry_here(tmp_path / "state") as registry, line_to(registry.address) as (address, line):
+    incoming = tmp_path / "state" / "incoming"
+    async with registry_here(tmp_path / "state") as registry, line_to(registry.address, incoming) as (address, line):
         await registry.add_base(base_folder)
         line.cuts = [size // 3, size // 3, 1000, size // 4]
         if kind == "sync":
@@ -169,7 +177,7 @@ async def test_what_is_kept_goes_with_its_time_with_the_process_and_where_space_
         await eventually(lambda: list((state / "partial").iterdir()))
         await eventually(lambda: not list((state / "partial").iterdir()))
         assert await offset_of(registry, weights) == 0
-    async with registry_here(state, upload_idle_timeout_s=0.5) as registry:
+    async with registry_here(state, upload_idle_timeout_s=2.5) as registry:
         call, weights = await begin(registry, large, 30)
         await refusal(call, errors.DeadlineExceeded)  # its client has fallen silent
         assert await kept_offset(registry, state, weights) > 2**20

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from typing import cast
 
@@ -63,17 +62,15 @@ async def test_an_empty_catalog_is_synced_too(tmp_path, database_url):
         assert catalog.store_id
 
 
-async def test_a_change_reaches_the_watcher_within_milliseconds(registry, adapter_folders):
-    call = Catalog().watch(registry)
-    events = aiter(call)
-    while not (await anext(events)).HasField("synced"):
-        pass
-    await registry.upload(adapter_folders[0], "one")
-    started = time.monotonic()
-    while not (await anext(events)).HasField("change"):
-        pass
-    assert time.monotonic() - started < 0.15  # not the fallback's second
-    call.cancel()
+async def test_a_change_reaches_the_watcher_at_once(tmp_path, base_folder, database_url, monkeypatch):
+    monkeypatch.setattr("registry.head_follower._LOOK_EVERY_S", 600.0)  # neither this nor a heartbeat tells of it
+    async with registry_here(tmp_path / "state", database_url, heartbeat_s=600) as registry:
+        call = Catalog().watch(registry)
+        events = aiter(call)
+        assert (await anext(events)).HasField("synced")
+        await registry.add_base(base_folder)
+        assert (await anext(events)).HasField("change")
+        call.cancel()
 
 
 async def test_an_idle_watcher_hears_a_heartbeat_with_the_head(registry):
@@ -185,16 +182,14 @@ async def test_a_large_catalog_comes_in_parts(tmp_path, database_url, base_folde
 
 
 async def test_draining_ends_watches_at_once(tmp_path, database_url):
-    async with registry_here(tmp_path / "state", database_url, drain_timeout_s=15) as client:
+    async with registry_here(tmp_path / "state", database_url, drain_timeout_s=600) as client:
         call = Catalog().watch(client)
         events = aiter(call)
         assert (await anext(events)).HasField("synced")
-        # The block's end stops the service; the open watch must not hold it for the drain's 15 s.
+        # The block's end stops the service; the open watch must not hold it for the drain's 600 s.
         ended = asyncio.create_task(_end_of(events))
-        started = time.monotonic()
         kept = _Kept(client.channel)
         client.channel = cast("aio.Channel", kept)
-    assert time.monotonic() - started < 5
     with pytest.raises(grpc.RpcError) as caught:
         await ended
     assert type(errors.from_rpc_error(caught.value)) is errors.Draining

@@ -14,8 +14,6 @@ from tests.running_registry import Client, registry_here
 from tests.tiny_adapters import write_adapter
 from tests.tiny_base import write_tiny_base
 
-STALL_S = 0.4
-
 
 @pytest.fixture(scope="module", autouse=True)
 def short_pauses():
@@ -69,7 +67,6 @@ async def registry(state_dir, base_folder, import_root, hub) -> AsyncIterator[Cl
         import_schemes="hf,https,http,s3,gs,az",
         import_private_hosts="127.0.0.1,127.0.0.2",
         import_root=import_root,
-        import_stall_s=STALL_S,
         max_upload_bytes=2**24,
         hf_endpoint=hub.endpoint,
         hf_token="hub-token-of-the-registry",

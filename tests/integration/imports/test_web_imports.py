@@ -12,12 +12,12 @@ import pytest
 from loraplex import errors
 from loraplex.registry.v1 import adapter_pb2 as a
 from tests.file_server import Answer
-from tests.integration.imports.conftest import STALL_S
-from tests.running_registry import Client, eventually, nothing_is_left, refusal
+from tests.running_registry import Client, eventually, nothing_is_left, refusal, registry_here
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+STALL_S = 0.4
 
 
 @pytest.fixture
@@ -90,13 +90,16 @@ async def test_a_file_that_changes_between_two_parts_is_never_mixed(registry, se
 
 
 async def test_a_download_that_stands_still_is_asked_again_and_then_given_up(
-    registry, state_dir, server, folder, adapter_folder
+    tmp_path, base_folder, server, folder, adapter_folder
 ):
     raw = (adapter_folder / WEIGHTS).read_bytes()
     server.put(folder + WEIGHTS, Answer(raw, until=3000, stalls=True), Answer(raw))
-    await imported(registry, server, folder, adapter_folder)
-    server.put(folder + WEIGHTS, Answer(raw, until=3000, stalls=True), Answer(raw, until=0, stalls=True))
-    error = await refused(registry, state_dir, server.base + folder, errors.SourceTimeout)
+    rules = {"import_schemes": "http", "import_private_hosts": "127.0.0.1"}
+    async with registry_here(tmp_path, import_stall_s=STALL_S, **rules) as registry:
+        await registry.add_base(base_folder)
+        await imported(registry, server, folder, adapter_folder)
+        server.put(folder + WEIGHTS, Answer(raw, until=3000, stalls=True), Answer(raw, until=0, stalls=True))
+        error = await refused(registry, tmp_path, server.base + folder, errors.SourceTimeout)
     assert f"stood still for {STALL_S:g} s" in error.message
     assert WEIGHTS in error.message
 

@@ -46,5 +46,5 @@ async def client(router: RunningRouter) -> AsyncIterator[openai.AsyncOpenAI]:
 
 @pytest.fixture
 async def raw(router: RunningRouter) -> AsyncIterator[httpx2.AsyncClient]:
-    async with httpx2.AsyncClient(base_url=router.url, timeout=10) as made:
+    async with httpx2.AsyncClient(base_url=router.url, timeout=30) as made:
         yield made

@@ -15,6 +15,7 @@ from openai.types.chat import ChatCompletionMessageParam
 from loraplex import errors
 from loraplex.worker.v1 import worker_pb2
 from tests.integration.router_fakes import (
+    BASE_ID,
     FakeRegistry,
     FakeWorker,
     RunningRouter,
@@ -40,6 +41,7 @@ def events_of(text: str) -> list[str]:
 
 CHAT = {"model": "sql", "messages": USER}
 COMPLETION = {"model": "sql", "prompt": "x"}
+BASE_COMPLETION = COMPLETION | {"model": BASE_ID}
 
 
 BAD: list[tuple[str, dict[str, Any], int, str]] = [
@@ -203,13 +205,14 @@ async def test_running_out_of_time_is_504(registry: FakeRegistry, worker: FakeWo
     worker.script = never_answer
     async with (
         running_router(registry.address, worker.address, request_timeout_s=0.3) as router,
-        httpx2.AsyncClient(base_url=router.url) as raw,
+        httpx2.AsyncClient(base_url=router.url, timeout=30) as raw,
     ):
-        response = await raw.post("/v1/completions", json=COMPLETION)
+        response = await raw.post("/v1/completions", json=BASE_COMPLETION)
         assert response.status_code == 504
         assert response.json()["error"]["code"] == "deadline_exceeded"
         worker.script = babble_forever
-        response = await raw.post("/v1/completions", json=COMPLETION | {"stream": True})
+        router.router.inference.request_timeout_s = 2.5  # the first word comes in time on a machine that stands still
+        response = await raw.post("/v1/completions", json=BASE_COMPLETION | {"stream": True})
         assert response.status_code == 200
         assert json.loads(events_of(response.text)[-1])["error"]["code"] == "deadline_exceeded"
 
@@ -217,7 +220,7 @@ async def test_running_out_of_time_is_504(registry: FakeRegistry, worker: FakeWo
 async def test_a_body_over_the_limit_is_413(registry: FakeRegistry, worker: FakeWorker) -> None:
     async with (
         running_router(registry.address, worker.address, max_body_bytes=10_000) as router,
-        httpx2.AsyncClient(base_url=router.url) as raw,
+        httpx2.AsyncClient(base_url=router.url, timeout=30) as raw,
     ):
         response = await raw.post("/v1/completions", json=COMPLETION | {"prompt": "x" * 2_000_000})
         assert response.status_code == 413

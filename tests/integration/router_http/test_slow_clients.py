@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 
 import httpx2
 
@@ -21,9 +22,10 @@ HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: test\r\ncontent-length: %d\
 
 async def answer_to(port: int, first: bytes) -> tuple[int, dict[str, object]]:
     """Send what is not a whole request, and return the status and the error that come back before the end."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(first)
-    async with asyncio.timeout(5):
+    connection = socket.create_connection(("127.0.0.1", port))
+    connection.sendall(first)  # before the router, on this same loop, can begin to wait for it
+    reader, writer = await asyncio.open_connection(sock=connection)
+    async with asyncio.timeout(30):
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")
     writer.close()
     return int(head.split()[1]), json.loads(body)["error"]
@@ -48,7 +50,7 @@ async def test_a_thousand_idle_clients_keep_nobody_out(registry: FakeRegistry, w
                 writer.write((b"", HEAD[:40], HEAD + BODY[:5])[number % 3])
                 crowd.append(writer)
             await asyncio.sleep(0.3)  # until those that came in one rush are no newcomers
-            async with httpx2.AsyncClient(timeout=5) as client:
+            async with httpx2.AsyncClient(timeout=30) as client:
                 for _ in range(20):
                     answer = await client.post(
                         f"{router.url}/v1/chat/completions", content=BODY, headers={"connection": "close"}
@@ -68,6 +70,6 @@ async def test_closing_the_write_side_is_leaving(registry: FakeRegistry, worker:
         assert worker.num_cancelled == 0
         writer.write_eof()
         await eventually(lambda: worker.num_cancelled == 1)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             assert await reader.read() == b""
         writer.close()
