@@ -38,7 +38,7 @@ class Admin:
         return held
 
     async def until(self, wanted: Callable[[dict[str, int]], bool]) -> dict[str, int]:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not wanted(held := await self.resources()):  # noqa: ASYNC110 - no event tells
                 await asyncio.sleep(0.02)
         return held
@@ -55,13 +55,13 @@ class Admin:
 async def test_what_a_request_holds_shows_while_it_runs_and_is_gone_after_it_was_left(base, tmp_path):
     artifacts, port = ArtifactServer(), free_port()  # type: ignore[abstract]  # it serves downloads alone
     artifacts.add(BLOB)
-    told = {"STEP_S": "0.01", "TOTAL_BLOCKS": "256", "CONTEXT": "1024"}
+    told = {"STEP_S": "0.01", "TOTAL_BLOCKS": "1024", "CONTEXT": "4096"}
     async with (
         serving_artifacts(artifacts) as registry_port,
         running_front(
             base, tmp_path, registry_port=registry_port, environment=told, admin_port=port, max_resident_adapters=7
         ) as front,
-        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http,
+        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http,
     ):
         admin = Admin(http)
         assert (await http.get("/readyz")).status_code == 200
@@ -85,8 +85,11 @@ async def test_what_a_request_holds_shows_while_it_runs_and_is_gone_after_it_was
         for call in calls:
             call.cancel()
         zero = ("kv_blocks_in_use", "adapter_references", "streams", "tasks", "running_requests", "waiting_requests")
-        left = await admin.until(lambda held: not any(held[name] for name in zero))
-        assert left["all_tasks"] <= idle["all_tasks"] + 2  # the connection that asks
+        await admin.until(
+            lambda held: (
+                not any(held[name] for name in zero) and held["all_tasks"] <= idle["all_tasks"] + 2
+            )  # the connection that asks
+        )
         assert (await admin.metrics())["loraplex_worker_requests_total"] == {("cancelled", ""): 3}
 
 
@@ -96,7 +99,7 @@ async def test_a_complete_answer_is_measured_and_the_tiers_are_told_apart(base, 
     async with (
         serving_artifacts(artifacts) as registry_port,
         running_front(base, tmp_path, registry_port=registry_port, admin_port=port) as front,
-        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http,
+        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http,
     ):
         for _ in range(2):
             assert (await front.generate(front.request([5, 6, 7], artifact=DIGEST, max_tokens=4))).finished
@@ -125,17 +128,16 @@ async def test_a_prompt_that_begins_as_an_earlier_one_did_is_computed_in_part_an
     prompt = list(range(5, 45))  # two blocks of 16 tokens and 8 more
     async with (
         running_front(base, tmp_path, admin_port=port, prefix_cache=prefix_cache) as front,
-        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http,
+        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http,
     ):
         first = await front.generate(front.request(prompt, max_tokens=4))
         again = await front.generate(front.request(prompt, max_tokens=4))
-        held = await Admin(http).until(lambda held: held["streams"] == 0)
+        held = await Admin(http).until(lambda held: held["streams"] == held["kv_blocks_in_use"] == 0)
         seen = await Admin(http).metrics()
     cached = 32 if prefix_cache else 0
     assert (first.finished.usage.cached_tokens, again.finished.usage.cached_tokens) == (0, cached)
     assert first.token_ids() == again.token_ids()
-    assert held["kv_blocks_in_use"] == 0  # what is kept for later requests is no leak
-    assert held["idle_prefix_blocks"] == cached // 16
+    assert held["idle_prefix_blocks"] == cached // 16  # what is kept for later requests is no leak
     assert seen["loraplex_worker_cached_prompt_tokens_total"][()] == cached
     assert seen["loraplex_worker_arena_chunks"] == {
         ("kv",): 0,
@@ -149,12 +151,12 @@ async def test_the_admin_port_answers_before_the_worker_is_ready(base, tmp_path)
     port = free_port()
     async with (
         running_front(base, tmp_path, wait_ready=False, environment={"START_S": "0.2"}, admin_port=port),
-        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http,
+        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http,
     ):
         assert (await http.get("/livez")).status_code == 200
         first = await http.get("/readyz")
         if first.status_code == 503:  # a fast machine may be ready by now
             assert first.text.startswith("starting")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (await http.get("/readyz")).status_code != 200:  # noqa: ASYNC110 - probes are polled
                 await asyncio.sleep(0.02)
