@@ -42,7 +42,7 @@ async def answer_to(channel: aio.Channel, method: MethodDescriptor, metadata: An
     """Call a method with an empty message; returns how it failed, or None where it answered."""
     path = f"/{method.containing_service.full_name}/{method.name}"
     kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
-    call = getattr(channel, kind)(path)(iter([b""]) if method.client_streaming else b"", metadata=metadata, timeout=60)
+    call = getattr(channel, kind)(path)(iter([b""]) if method.client_streaming else b"", metadata=metadata, timeout=10)
     try:
         if method.server_streaming:
             async for _ in call:
@@ -89,7 +89,7 @@ async def cluster(tmp_path: Path, base_folder: Path) -> AsyncIterator[Any]:
             ) as front,
             running_router(registry.address, f"127.0.0.1:{front.port}", cluster_token=TOKEN) as router,
         ):
-            await eventually(lambda: [view.state.value for view in router.router.fleet.views()] == ["serving"], 60)
+            await eventually(lambda: [view.state.value for view in router.router.fleet.views()] == ["serving"], 20)
             yield router, registry, front
 
 
@@ -99,17 +99,17 @@ async def test_a_cluster_with_one_token_registers_fetches_and_serves(cluster, tm
     async with AsyncClient(router.address, registry.address, credentials=Credentials(None, TOKEN)) as client:
         await client.add_base("tiny", read_manifest(base_folder))
         await client.add_adapter("sql", adapter)
-        assert [event async for event in client.generate("sql", "hello", timeout_s=60)]
+        assert [event async for event in client.generate("sql", "hello", timeout_s=20)]
         made = await client.add_key("acme")
         assert [key.name async for key in client.list_keys()] == ["acme"]
         await router.router.catalog.wait_for_revision(made.revision)
         with pytest.raises(errors.Unauthenticated, match="API key"):
-            assert [event async for event in client.generate("sql", "hello", timeout_s=60)]
+            assert [event async for event in client.generate("sql", "hello", timeout_s=20)]
     credentials = Credentials(made.key, TOKEN)
     async with AsyncClient(router.address, registry.address, credentials=credentials) as client:
-        assert [event async for event in client.generate("sql", "hello", timeout_s=60)]
+        assert [event async for event in client.generate("sql", "hello", timeout_s=20)]
         await router.router.catalog.wait_for_revision(await client.remove_key(made.api_key.key_id))
-        assert [event async for event in client.generate("sql", "hello", timeout_s=60)]  # no key is left on loopback
+        assert [event async for event in client.generate("sql", "hello", timeout_s=20)]  # no key is left on loopback
     async with AsyncClient(router.address, registry.address, credentials=Credentials()) as client:
         for call in (client.add_key("x"), client.add_adapter("sql", adapter), client.remove_adapter("sql")):
             with pytest.raises(errors.Unauthenticated, match="cluster token"):
