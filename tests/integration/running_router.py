@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import grpc
@@ -78,8 +77,12 @@ async def running_router(
         "drain_timeout_s": 0.5,
     }
     router = Router(RouterSettings(**(defaults | settings)))
-    catalog = router.catalog
-    setattr(catalog, "wait_for_revision", partial(catalog.wait_for_revision, timeout_s=revision_wait_s))  # noqa: B010
+    wait = router.catalog.wait_for_revision
+
+    async def wait_for_revision(revision: int, timeout_s: float = revision_wait_s) -> None:
+        await wait(revision, timeout_s)
+
+    setattr(router.catalog, "wait_for_revision", wait_for_revision)  # noqa: B010 - a method, as far as types go
     stop, bound = asyncio.Event(), asyncio.Event()
     running = asyncio.create_task(router.run(stop, bound.set))
     waiting = asyncio.create_task(bound.wait())

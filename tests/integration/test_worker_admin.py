@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import socket
 from collections.abc import Callable
 
 import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from common.http_server import bind
+from common.admin import bind_admin
 from tests.tiny_base import write_tiny_base
 from tests.worker_front import ArtifactServer, running_front, serving_artifacts
 
@@ -18,10 +19,18 @@ BLOB = b"an adapter that the fake engine does not read" * 100
 DIGEST = hashlib.sha256(BLOB).hexdigest()
 
 
-def free_port() -> int:
-    with bind("127.0.0.1", 0, "--none") as listener:
-        port: int = listener.getsockname()[1]
-        return port
+@pytest.fixture
+def ports(monkeypatch) -> list[int]:
+    """Admin ports of the workers that were started, which each take a free one."""
+    taken: list[int] = []
+
+    def bound(host: str, port: int) -> socket.socket:
+        listener = bind_admin(host, port)
+        taken.append(listener.getsockname()[1])
+        return listener
+
+    monkeypatch.setattr("worker.app.bind_admin", bound)
+    return taken
 
 
 @pytest.fixture(scope="module")
@@ -52,16 +61,14 @@ class Admin:
         return samples
 
 
-async def test_what_a_request_holds_shows_while_it_runs_and_is_gone_after_it_was_left(base, tmp_path):
-    artifacts, port = ArtifactServer(), free_port()  # type: ignore[abstract]  # it serves downloads alone
+async def test_what_a_request_holds_shows_while_it_runs_and_is_gone_after_it_was_left(base, tmp_path, ports):
+    artifacts = ArtifactServer()  # type: ignore[abstract]  # it serves downloads alone
     artifacts.add(BLOB)
     told = {"STEP_S": "0.01", "TOTAL_BLOCKS": "1024", "CONTEXT": "4096"}
     async with (
         serving_artifacts(artifacts) as registry_port,
-        running_front(
-            base, tmp_path, registry_port=registry_port, environment=told, admin_port=port, max_resident_adapters=7
-        ) as front,
-        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http,
+        running_front(base, tmp_path, registry_port=registry_port, environment=told, max_resident_adapters=7) as front,
+        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{ports[0]}", timeout=30) as http,
     ):
         admin = Admin(http)
         assert (await http.get("/readyz")).status_code == 200
@@ -93,13 +100,13 @@ async def test_what_a_request_holds_shows_while_it_runs_and_is_gone_after_it_was
         assert (await admin.metrics())["loraplex_worker_requests_total"] == {("cancelled", ""): 3}
 
 
-async def test_a_complete_answer_is_measured_and_the_tiers_are_told_apart(base, tmp_path):
-    artifacts, port = ArtifactServer(), free_port()  # type: ignore[abstract]  # it serves downloads alone
+async def test_a_complete_answer_is_measured_and_the_tiers_are_told_apart(base, tmp_path, ports):
+    artifacts = ArtifactServer()  # type: ignore[abstract]  # it serves downloads alone
     artifacts.add(BLOB)
     async with (
         serving_artifacts(artifacts) as registry_port,
-        running_front(base, tmp_path, registry_port=registry_port, admin_port=port) as front,
-        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http,
+        running_front(base, tmp_path, registry_port=registry_port) as front,
+        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{ports[0]}", timeout=30) as http,
     ):
         for _ in range(2):
             assert (await front.generate(front.request([5, 6, 7], artifact=DIGEST, max_tokens=4))).finished
@@ -123,12 +130,13 @@ async def test_a_complete_answer_is_measured_and_the_tiers_are_told_apart(base, 
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-async def test_a_prompt_that_begins_as_an_earlier_one_did_is_computed_in_part_and_says_so(base, tmp_path, prefix_cache):
-    port = free_port()
+async def test_a_prompt_that_begins_as_an_earlier_one_did_is_computed_in_part_and_says_so(
+    base, tmp_path, ports, prefix_cache
+):
     prompt = list(range(5, 45))  # two blocks of 16 tokens and 8 more
     async with (
-        running_front(base, tmp_path, admin_port=port, prefix_cache=prefix_cache) as front,
-        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http,
+        running_front(base, tmp_path, prefix_cache=prefix_cache) as front,
+        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{ports[0]}", timeout=30) as http,
     ):
         first = await front.generate(front.request(prompt, max_tokens=4))
         again = await front.generate(front.request(prompt, max_tokens=4))
@@ -147,11 +155,10 @@ async def test_a_prompt_that_begins_as_an_earlier_one_did_is_computed_in_part_an
     }
 
 
-async def test_the_admin_port_answers_before_the_worker_is_ready(base, tmp_path):
-    port = free_port()
+async def test_the_admin_port_answers_before_the_worker_is_ready(base, tmp_path, ports):
     async with (
-        running_front(base, tmp_path, wait_ready=False, environment={"START_S": "0.2"}, admin_port=port),
-        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http,
+        running_front(base, tmp_path, wait_ready=False, environment={"START_S": "0.2"}),
+        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{ports[0]}", timeout=30) as http,
     ):
         assert (await http.get("/livez")).status_code == 200
         first = await http.get("/readyz")
