@@ -115,7 +115,7 @@ async def test_full_queues_are_told_with_a_time_to_come_back_at_both_fronts(flee
 @pytest.mark.parametrize("front", ["grpc", "http"])
 async def test_a_client_that_leaves_frees_everything_wherever_its_request_is(fleet: Fleet, long_adapter, front: str):
     async with fleet.client() as client:
-        async with Leaver(fleet, client, front).asking(prompt_tokens=8000) as leaver:
+        async with Leaver(fleet, client, front).asking(prompt_tokens=16_000) as leaver:
             await workers_where(client, anywhere(lambda worker: worker.free_blocks < worker.total_blocks))
             assert leaver.num_events == 0  # it is in its prefill
         await until_idle(client, FREED_S)

@@ -34,7 +34,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", *command],
-        capture_output=True, text=True, timeout=60, check=False, cwd=ROOT, env={**os.environ, **environment},
+        capture_output=True, text=True, timeout=180, check=False, cwd=ROOT, env={**os.environ, **environment},
     )  # fmt: skip
 
 

@@ -96,6 +96,7 @@ async def test_text_streams_as_it_comes(front: Front):
     status = await front.status_where(lambda fields: fields["running_requests"] == 1)
     assert status["waiting_requests"] == 0
     call.cancel()
+    await front.status_where(idle)
 
 
 async def test_the_status_sequence_that_counts_the_request_comes_with_the_initial_metadata(front: Front):
