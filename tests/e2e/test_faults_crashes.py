@@ -136,7 +136,8 @@ async def test_an_engine_that_hangs_is_noticed_killed_and_replaced(fleet: Fleet)
 
 async def told_that_it_is_unreachable(client: AsyncClient, model: str, within_s: float) -> None:
     """Ask until the reason is told before the deadline: it is not if a process stands still as the deadline comes."""
-    for _ in range(5):
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
         try:
             await ask(client, model, timeout_s=within_s)
         except ArtifactUnreachable:
