@@ -131,6 +131,7 @@ class CacheWriter:
         self._catalog = catalog
         self._path = path
         self._written: CatalogSnapshot | None = catalog.snapshot if catalog.ready.is_set() else None
+        self._writing: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """Write until cancelled."""
@@ -141,10 +142,19 @@ class CacheWriter:
             await asyncio.sleep(_WRITE_INTERVAL_S)  # gathers a burst of changes into one write
 
     async def flush(self) -> None:
-        """Write now, if there is something new. A failure is logged; serving does not depend on the file."""
+        """Write now, if there is something new. A failure is logged; serving does not depend on the file.
+
+        A write that is under way when its waiter is cancelled goes on, as its thread does; the next comes after it.
+        """
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
         snapshot = self._catalog.snapshot
         if not self._catalog.ready.is_set() or snapshot is self._written:
             return
+        self._writing = asyncio.create_task(self._write(snapshot))
+        await asyncio.shield(self._writing)
+
+    async def _write(self, snapshot: CatalogSnapshot) -> None:
         try:
             await asyncio.to_thread(write, self._path, snapshot)
         except OSError as error:

@@ -10,6 +10,7 @@ the environment:
   FAKE_ENGINE_TRIGGERS       1: the first prompt token may be a `Trigger` (1 fail step, 2 crash, 3 hang, 4 eos soon)
   FAKE_ENGINE_START_FAILURE  a reason: StartFailed with it instead of Ready
   FAKE_ENGINE_START_S        seconds until Ready (0)
+  FAKE_ENGINE_START_GATE     a path: not Ready until there is a file
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from loraplex.errors import BY_REASON
 from tests.fake_runner import FakeRunner
@@ -29,6 +31,9 @@ def open_fake(options: EngineOptions) -> OpenedRunner:
         return os.environ.get(f"FAKE_ENGINE_{name}", default)
 
     time.sleep(float(told("START_S", "0")))
+    gate = told("START_GATE", "")
+    while gate and not Path(gate).exists():
+        time.sleep(0.01)
     reason = told("START_FAILURE", "")
     if reason:
         raise BY_REASON[reason]("the fake engine was told not to start")

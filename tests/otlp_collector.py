@@ -81,7 +81,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
             return [each for each in self.received if each.span.trace_id.hex() == trace_id]
 
     def wait_for(
-        self, trace_id: str, wanted: Callable[[list[Received]], bool], timeout_s: float = 20
+        self, trace_id: str, wanted: Callable[[list[Received]], bool], timeout_s: float = 60
     ) -> list[Received]:
         """Return the spans of a trace once they are as wanted."""
         deadline = time.monotonic() + timeout_s

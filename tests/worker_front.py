@@ -15,6 +15,7 @@ from typing import Any, Literal
 from unittest import mock
 
 import grpc
+import pytest
 from grpc import aio
 
 from common.backoff import Backoff
@@ -32,6 +33,7 @@ from loraplex.worker.v1.worker_pb2 import (
     WatchStatusResponse,
 )
 from loraplex.worker.v1.worker_pb2_grpc import WorkerServiceStub
+from worker import deadline
 from worker.app import WorkerApp
 from worker.engine_client import EnginePatience
 from worker.generation import StreamLimits
@@ -39,11 +41,22 @@ from worker.settings import WorkerSettings
 
 VOCAB = 300
 QUICK = Backoff(first_s=0.05, longest_s=30)
+TOLD_AFTER_1_S = 20.0
+"""A deadline, in seconds, that a front end which tells `told_long_before` gives up after one."""
 REQUEST_COUNTS: tuple[Literal["running_requests", "waiting_requests", "queued_prefill_tokens"], ...] = (
     "running_requests",
     "waiting_requests",
     "queued_prefill_tokens",
 )
+
+
+def told_long_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have front ends keep 95 % of a deadline for telling that it will not be met.
+
+    A machine that stands still outlasts the little that they keep else; then the client hears gRPC's own error.
+    """
+    monkeypatch.setattr(deadline, "_SHARE", 0.95)
+    monkeypatch.setattr(deadline, "_MOST_S", 3600.0)
 
 
 @dataclass
@@ -137,7 +150,7 @@ class Front:
             request.tokens.CopyFrom(TokenInput(token_ids=prompt))
         return request
 
-    async def generate(self, request: GenerateRequest, within: float | None = 20) -> Answer:
+    async def generate(self, request: GenerateRequest, within: float | None = 60) -> Answer:
         answer = Answer()
         call = self.stub.Generate(request, timeout=within)
         try:
@@ -262,13 +275,13 @@ async def running_front(
         front = Front(app, stub, stop, "", bound.result(), channel, task)
         try:
             if wait_ready:
-                status = await front.status_where(lambda fields: fields.get("state") == 2, within=20)
+                status = await front.status_where(lambda fields: fields.get("state") == 2, within=60)
                 front.base_digest = status["base_digest"]
             yield front
         finally:
             stop.set()
             try:
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     await task
             finally:
                 await channel.close()

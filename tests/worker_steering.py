@@ -36,7 +36,7 @@ class Steer:
     def __init__(self, front: Front) -> None:
         self.front = front
 
-    async def load(self, digest: str, within: float = 20) -> Any:
+    async def load(self, digest: str, within: float = 60) -> Any:
         request = LoadAdapterRequest(base_digest=self.front.base_digest, adapter=resolved(digest))
         return await self._call("LoadAdapter", request, within)
 
@@ -58,7 +58,7 @@ class Steer:
         request = PinAdapterRequest(base_digest=self.front.base_digest, adapter=adapter, pinned=pinned)
         return (await self._call("PinAdapter", request)).tier  # type: ignore[no-any-return]
 
-    async def _call(self, name: str, request: Any, within: float = 20) -> Any:
+    async def _call(self, name: str, request: Any, within: float = 60) -> Any:
         try:
             return await getattr(self.front.stub, name)(request, timeout=within)
         except grpc.RpcError as error:

@@ -42,7 +42,7 @@ def cluster(tiny_base: Path, adapters: dict[str, Path]) -> Iterator[LocalCluster
 @pytest.fixture(scope="session")
 def long_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny base model with a long context; streams of it last for seconds."""
-    return write_tiny_base(tmp_path_factory.mktemp("base") / BASE, max_position_embeddings=16384)
+    return write_tiny_base(tmp_path_factory.mktemp("base") / BASE, max_position_embeddings=32768)
 
 
 @pytest.fixture(scope="session")

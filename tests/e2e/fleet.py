@@ -25,6 +25,8 @@ from tests.e2e.fleet_calls import BASE, any_base, found_again, until_idle
 
 TREE = Path(__file__).resolve().parents[2]
 START_S = 240.0
+STALL_S = 8.0
+"""How long a client of a worker may leave a message unread."""
 
 Line = dict[str, Any]
 
@@ -53,7 +55,7 @@ class Service:
         """Start it; it is ready when `wait_ready` returns."""
         flags = [text for name, port in self.ports.items() for text in (f"--{name}", str(port))]
         if self.process is not None:
-            self.process.wait(10)
+            self.process.wait(60)
         with self._said:
             self.lines = []
         self.process = subprocess.Popen(
@@ -111,7 +113,7 @@ class Service:
         """Kill it and wait for its end."""
         assert self.process is not None
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
 
     async def ended(self, timeout_s: float) -> int:
         """Wait for its end; returns the exit status."""
@@ -162,7 +164,7 @@ class Fleet:
         self.base = base
         self.registry = Service(
             "registry",
-            ["registry", "--state-dir", str(state / "registry"), "--drain-timeout-s", "20"],
+            ["registry", "--state-dir", str(state / "registry"), "--drain-timeout-s", "60"],
             lambda line: line["event"] == "registry.listening",
             ("port",),
         )
@@ -185,10 +187,10 @@ class Fleet:
     def worker(self, name: str, *flags: str) -> Service:
         """Return a worker that is not started yet."""
         where = ["--base-dir", str(self.base), "--cache-dir", str(self.state / name), "--worker-id", name]
-        limits = ["--max-running-requests", "4", "--max-waiting-requests", "2", "--max-prefill-tokens", "32"]
+        limits = ["--max-running-requests", "4", "--max-waiting-requests", "2", "--max-prefill-tokens", "8"]
         engine = ["--dtype", "float32", "--device", "cpu", "--threads", "1", "--arena-bytes", str(96 * 2**20)]
-        drain = ["--drain-notice-s", "0.5", "--drain-timeout-s", "20"]
-        patience = ["--engine-silence-s", "2", "--stream-stall-s", "4"]
+        drain = ["--drain-notice-s", "0.5", "--drain-timeout-s", "60"]
+        patience = ["--engine-silence-s", "5", "--stream-stall-s", str(STALL_S)]
         # What befalls one worker befalls the other: both ways of the engine's loop.
         engine.append("--async-scheduling" if name == "worker-1" else "--no-async-scheduling")
         return Service(
@@ -201,7 +203,7 @@ class Fleet:
     def router(self, name: str, *flags: str) -> Service:
         """Return a router of all workers that is not started yet."""
         workers = ",".join(worker.address for worker in self.workers.values())
-        drain = ["--drain-delay-s", "0.5", "--drain-timeout-s", "20"]
+        drain = ["--drain-delay-s", "0.5", "--drain-timeout-s", "60"]
         return Service(
             name,
             ["router", "--registry", self.registry.address, "--workers", workers, *drain, *flags],
@@ -212,6 +214,10 @@ class Fleet:
     def client(self, router: int = 0) -> AsyncClient:
         """Return a client of one of the routers."""
         return AsyncClient(self.routers[router].address, self.registry.address)
+
+    def incoming(self) -> list[Path]:
+        """What uploads have brought of their files to the registry."""
+        return [path for path in (self.state / "registry" / "incoming").rglob("*") if path.is_file()]
 
     def services(self) -> list[Service]:
         """All of them."""
@@ -237,7 +243,7 @@ class Fleet:
         for router in range(len(self.routers)):
             async with self.client(router) as client:
                 await until_idle(client)
-                await found_again(lambda: any_base(client))
+                await found_again(lambda: any_base(client), 60)
 
     @asynccontextmanager
     async def stream(self, *, router: int = 0, model: str = BASE, **fields: Any) -> AsyncIterator[HttpStream]:

@@ -42,7 +42,7 @@ class Ran:
         return json.loads(self.out)
 
 
-def loraplex(*arguments: object, env: dict[str, str] | None = None, stdin: str = "", timeout_s: float = 60.0) -> Ran:
+def loraplex(*arguments: object, env: dict[str, str] | None = None, stdin: str = "", timeout_s: float = 120.0) -> Ran:
     """Run one command to its end."""
     done = subprocess.run(
         [sys.executable, "-m", "loraplex.cli", *map(str, arguments)],
@@ -117,7 +117,7 @@ class LocalCluster:
             if event["event"] == "process" and event["name"] == name and event["pid"]
         )
 
-    def wait_serving(self, timeout_s: float = 30.0) -> None:
+    def wait_serving(self, timeout_s: float = 60.0) -> None:
         """Wait until the router sees the worker serve again; it learns of it on its own time."""
         deadline = time.monotonic() + timeout_s
         with Client(self.ready["router"]) as client:
@@ -127,7 +127,7 @@ class LocalCluster:
 
     def join(self) -> None:
         """Wait until all that `up` printed is in `events`."""
-        self._reader.join(10)
+        self._reader.join(60)
 
     def family(self) -> list[psutil.Process]:
         """All processes that `up` started, and theirs."""
@@ -147,7 +147,7 @@ class LocalCluster:
         finally:
             if self.process.poll() is None:
                 self.process.kill()
-            self._reader.join(10)
+            self._reader.join(60)
             assert self.process.stdout is not None
             self.process.stdout.close()
 
@@ -172,6 +172,6 @@ def local_cluster(base: Path, *arguments: str) -> Iterator[LocalCluster]:
         finally:
             family = cluster.family() if process.poll() is None else []
             cluster.end()
-            for left in psutil.wait_procs(family, timeout=5)[1]:
+            for left in psutil.wait_procs(family, timeout=30)[1]:
                 with suppress(psutil.NoSuchProcess):
                     left.kill()

@@ -12,6 +12,7 @@ import pytest
 
 from loraplex.client import AsyncClient, Completion, Gatherer, Message, Sampling, TextDelta
 from loraplex.errors import ModelNotFound
+from tests.e2e.fleet_calls import caught_up
 from tests.e2e.local_cluster import LocalCluster
 from tests.tiny_adapters import write_adapter
 from tests.tiny_base import write_tiny_base
@@ -27,7 +28,7 @@ async def client(cluster: LocalCluster):
 
 async def ask(client: AsyncClient, model: str, prompt: str = "How are you?", sampling: Sampling = GREEDY) -> Completion:
     gatherer = Gatherer()
-    async for event in client.generate(model, messages=[Message("user", prompt)], sampling=sampling, timeout_s=60):
+    async for event in client.generate(model, messages=[Message("user", prompt)], sampling=sampling, timeout_s=240):
         gatherer.add(event)
     return gatherer.completion()
 
@@ -105,11 +106,13 @@ async def test_mixed_concurrent_answers_equal_those_given_alone(client, adapters
 async def test_requests_in_flight_finish_on_the_old_version_and_new_ones_take_the_new(client, tiny_base, tmp_path):
     first = await client.add_adapter("cut", write_adapter(tmp_path / "first", tiny_base, seed=11))
     long = Sampling(temperature=0.0, max_tokens=2000, ignore_eos=True)
+    await caught_up(client)
     before = await ask(client, "cut", sampling=long)
     events = client.generate("cut", messages=[Message("user", "How are you?")], sampling=long)
     gatherer = Gatherer()
     gatherer.add(await anext(events))
     second = await client.add_adapter("cut", write_adapter(tmp_path / "second", tiny_base, seed=12))
+    await caught_up(client)
     after = await ask(client, "cut")
     async for event in events:
         gatherer.add(event)
@@ -125,6 +128,7 @@ async def test_requests_in_flight_finish_on_the_old_version_and_new_ones_take_th
 
 async def test_a_removed_adapter_is_unknown_at_once(cluster, client, tiny_base, tmp_path):
     await client.add_adapter("brief", write_adapter(tmp_path / "brief", tiny_base, seed=21))
+    await caught_up(client)
     assert (await ask(client, "brief")).text
     assert cluster.run("adapter", "rm", "brief").code == 0
     with pytest.raises(ModelNotFound, match="brief"):
@@ -132,7 +136,7 @@ async def test_a_removed_adapter_is_unknown_at_once(cluster, client, tiny_base, 
 
 
 async def test_leaving_a_stream_frees_the_worker(client):
-    events = client.generate("tiny", "x", sampling=Sampling(temperature=0.0, max_tokens=8000, ignore_eos=True))
+    events = client.generate("tiny", "x", sampling=Sampling(temperature=0.0, max_tokens=8000, ignore_eos=True, n=4))
     assert isinstance(await anext(events), TextDelta)
     await events.aclose()
     async with asyncio.timeout(10):

@@ -26,7 +26,7 @@ def test_a_killed_worker_is_restarted_and_answers_as_before(cluster):
     assert "killed by SIGKILL" in restarting["detail"]
     cluster.wait(cluster.state("worker-0", "ready"), since=seen)
     assert cluster.pid("worker-0") != first
-    assert psutil.wait_procs(engine, timeout=10)[1] == []
+    assert psutil.wait_procs(engine, timeout=60)[1] == []
     cluster.wait_serving()
     assert cluster.run(*question).json()["choices"] == before
 
@@ -61,7 +61,7 @@ def test_sigterm_lets_streams_finish_and_leaves_nothing(tiny_base):
         assert sum(len(event.token_ids) for event in got if isinstance(event, TextDelta)) == 2000
         assert cluster.process.wait(60) == 0
         assert len(family) >= 4  # three services and the worker's engine
-        assert psutil.wait_procs(family, timeout=1)[1] == []
+        assert psutil.wait_procs(family, timeout=5)[1] == []
         cluster.join()
         assert [e["name"] for e in cluster.events if e.get("state") == "stopped"] == ["router", "worker-0", "registry"]
         assert cluster.events[-1]["event"] == "stopped"
@@ -72,14 +72,14 @@ def test_nothing_outlives_an_up_that_is_killed(tiny_base):
     with local_cluster(tiny_base) as cluster:
         cluster.wait(cluster.state("registry", "ready"))
         worker = psutil.Process(cluster.pid("worker-0"))
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not worker.children():  # its engine
             assert time.monotonic() < deadline, cluster.logs()
             time.sleep(0.05)
         family = cluster.family()
         assert len(family) >= 4
         cluster.process.kill()
-        assert psutil.wait_procs(family, timeout=15)[1] == []
+        assert psutil.wait_procs(family, timeout=60)[1] == []
 
 
 def test_ctrl_c_while_starting_stops_with_130_and_leaves_nothing(tiny_base):
@@ -88,7 +88,7 @@ def test_ctrl_c_while_starting_stops_with_130_and_leaves_nothing(tiny_base):
         family = cluster.family()
         cluster.process.send_signal(signal.SIGINT)
         assert cluster.process.wait(60) == 130
-        assert psutil.wait_procs(family, timeout=1)[1] == []
+        assert psutil.wait_procs(family, timeout=5)[1] == []
 
 
 def test_a_service_that_cannot_start_is_told_with_its_last_words(tiny_base, tmp_path):

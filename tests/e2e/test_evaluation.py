@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -13,6 +14,12 @@ NAME = "attention"
 
 def evaluate(cluster: LocalCluster, *options: str) -> Any:
     return loraplex("adapter", "evaluate", NAME, "--json", *options, env=cluster.env, timeout_s=150).json()
+
+
+def holds_something(cluster: LocalCluster) -> bool:
+    (worker,) = cluster.run("worker", "list", "--json").json()["workers"]
+    counts = worker["running_requests"], worker["waiting_requests"]
+    return counts != (0, 0) or any(adapter["in_flight"] for adapter in worker["adapters"])
 
 
 @pytest.mark.timeout(600)
@@ -35,6 +42,6 @@ def test_each_format_is_measured_kept_and_shown_and_nothing_is_held_afterwards(c
     text = cluster.run("adapter", "show", NAME).out
     assert f"answers  {found['int8']['top1_agreement']:.2%} of {exact['num_positions']} tokens as exact" in text
 
-    (worker,) = cluster.run("worker", "list", "--json").json()["workers"]
-    assert (worker["running_requests"], worker["waiting_requests"]) == (0, 0)
-    assert not any(adapter["in_flight"] for adapter in worker["adapters"])
+    deadline = time.monotonic() + 60
+    while holds_something(cluster):  # the router hears of the end a moment after its client
+        assert time.monotonic() < deadline

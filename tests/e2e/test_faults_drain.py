@@ -15,12 +15,22 @@ from loraplex.client import AsyncClient, Finished
 from loraplex.errors import Draining, LoraplexError, Unavailable
 from loraplex.registry.v1 import adapter_pb2, adapter_pb2_grpc
 from tests.e2e.fleet import Fleet
-from tests.e2e.fleet_calls import BASE, ask, found_again, is_answered, num_tokens, sampling, workers_where
+from tests.e2e.fleet_calls import (
+    BASE,
+    FOUND_S,
+    ask,
+    caught_up,
+    found_again,
+    is_answered,
+    num_tokens,
+    sampling,
+    workers_where,
+)
 from tests.running_registry import upload_parts
 
-WHOLE = 3000
+WHOLE = 4500
 """Tokens of a stream that is open when the signal comes and is read to its end: some seconds."""
-DRAIN_S = 25.0
+DRAIN_S = 65.0
 """Notice, drain and stop of the fleet's services at most."""
 
 
@@ -65,7 +75,7 @@ async def test_a_worker_that_is_stopped_finishes_its_streams_while_new_ones_go_t
         assert lines[-1] == "data: [DONE]"
         assert await fleet.workers[name].ended(DRAIN_S) == 0
         assert time.monotonic() - signalled_s < DRAIN_S
-        await workers_where(client, lambda all_: all_[name].state == "unreachable", 3)
+        await workers_where(client, lambda all_: all_[name].state == "unreachable", FOUND_S)
 
 
 async def test_a_router_that_is_stopped_finishes_its_streams_while_the_other_takes_what_is_new(fleet: Fleet):
@@ -107,8 +117,11 @@ async def test_a_registry_that_is_stopped_finishes_an_upload_and_nobody_who_gene
         stub = adapter_pb2_grpc.AdapterServiceStub(channel)
         events = client.generate(BASE, "x", sampling=sampling(WHOLE))
         first = num_tokens([await anext(events)])
+        before = set(fleet.incoming())
         upload = asyncio.create_task(_upload(stub, slowly()))
-        await stub.ListAdapters(adapter_pb2.ListAdaptersRequest(), timeout=10)  # the upload is there before the signal
+        async with asyncio.timeout(60):
+            while not set(fleet.incoming()) - before:  # noqa: ASYNC110 - the upload is there before the signal
+                await asyncio.sleep(0.02)
         fleet.registry.send(signal.SIGTERM)
         await fleet.registry.hears("registry.draining")
         with pytest.raises(LoraplexError) as refused:
@@ -128,7 +141,7 @@ async def test_a_worker_that_is_stopped_during_a_download_still_answers_who_wait
     async with fleet.client() as client:
         added = await client.add_adapter("slow-to-come", long_adapter(21))
         digest = added.adapter.current.artifact_digest
-        await client.get_model("slow-to-come")
+        await caught_up(client)
         fleet.registry.send(signal.SIGSTOP)
         asking = asyncio.create_task(ask(client, "slow-to-come"))
 

@@ -19,7 +19,7 @@ from tests.e2e.local_cluster import LocalCluster
 STREAMS: Final = 200
 ROUNDS: Final = 3
 HTTP_EVERY: Final = 4  # the others go over gRPC
-SETTLE_S: Final = 5.0
+SETTLE_S: Final = 20.0
 LONGEST_S: Final = 1.0  # a stream to be left is left at the latest then, whether it has begun or still waits
 TOKENS: Final = 32
 LEFT_TOKENS, LEFT_CHOICES = 8000, 2
@@ -38,7 +38,7 @@ class Resources:
 
     def __init__(self, admin: Mapping[str, str]) -> None:
         self._admin = admin
-        self._http = httpx2.AsyncClient(timeout=10)
+        self._http = httpx2.AsyncClient(timeout=60)
 
     async def __aenter__(self) -> Self:
         return self
@@ -71,7 +71,7 @@ async def resources(cluster: LocalCluster) -> AsyncIterator[Resources]:
 async def over_grpc(client: AsyncClient, model: str, max_tokens: int, choices: int) -> int:
     gatherer = Gatherer()
     sampling = Sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, n=choices)
-    async for event in client.generate(model, messages=[Message("user", "How?")], sampling=sampling, timeout_s=60):
+    async for event in client.generate(model, messages=[Message("user", "How?")], sampling=sampling, timeout_s=240):
         gatherer.add(event)
     return len(gatherer.completion().choices[0].token_ids)
 
@@ -132,11 +132,14 @@ async def test_200_streams_of_which_half_are_left_at_random_leave_nothing_behind
         limits = httpx2.Limits(max_connections=STREAMS)
         async with (
             AsyncClient(cluster.ready["router"], cluster.ready["registry"]) as client,
-            httpx2.AsyncClient(base_url=cluster.ready["http"], timeout=60, limits=limits) as http,
+            httpx2.AsyncClient(base_url=cluster.ready["http"], timeout=240, limits=limits) as http,
         ):
             storming = asyncio.create_task(storm(client, http, models, rng))
             if number == 0:  # the numbers can be other than zero: what is asked for is not a constant
-                await resources.until(lambda held: held["worker-0"]["kv_blocks_in_use"] > 0, within_s=30)
+                asked = asyncio.create_task(over_grpc(client, "tiny", LEFT_TOKENS, LEFT_CHOICES))
+                await resources.until(lambda held: held["worker-0"]["kv_blocks_in_use"] > 0, within_s=60)
+                asked.cancel()
+                await asyncio.wait([asked])
             num_cut = await storming
             assert num_cut > STREAMS // 4
             await resources.until(nothing_held)

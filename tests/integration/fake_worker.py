@@ -190,7 +190,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             self._ends_status = True
             self.changed.notify_all()
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
         async with asyncio.timeout(timeout_s), self.changed:
             await self.changed.wait_for(condition)
 
@@ -226,7 +226,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         yield self._message(full=True)
         while not self._ends_status:
             try:
-                async with asyncio.timeout(1.0), self.changed:
+                async with asyncio.timeout(0.5), self.changed:
                     await self.changed.wait_for(lambda: self._ends_status or self.sequence != seen)  # noqa: B023
             except TimeoutError:
                 pass

@@ -41,19 +41,19 @@ class RunningRouter:
         return models_pb2_grpc.ModelServiceStub(self.channel)
 
     async def generate(
-        self, model: str, *, prompt: str = "Hi", timeout_s: float | None = 10.0, metadata: Any = (), **fields: Any
+        self, model: str, *, prompt: str = "Hi", timeout_s: float | None = 30.0, metadata: Any = (), **fields: Any
     ) -> list[inference_pb2.GenerateResponse]:
         request = inference_pb2.GenerateRequest(model=model, prompt=prompt, **fields)
         return [event async for event in self.inference.Generate(request, timeout=timeout_s, metadata=metadata)]
 
-    async def until_workers(self, count: int, timeout_s: float = 5.0) -> None:
+    async def until_workers(self, count: int, timeout_s: float = 30.0) -> None:
         """Wait until this many workers are reachable."""
         await eventually(
             lambda: sum(view.state.value != "unreachable" for view in self.router.fleet.views()) == count, timeout_s
         )
 
 
-async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """Wait for a condition of another part that offers no event to wait for."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110
@@ -62,9 +62,12 @@ async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> N
 
 @asynccontextmanager
 async def running_router(
-    registry: str, *workers: str, ready: bool = True, **settings: Any
+    registry: str, *workers: str, ready: bool = True, revision_wait_s: float = 30.0, **settings: Any
 ) -> AsyncIterator[RunningRouter]:
-    """Run a router on free ports until the block ends; then it must stop in time."""
+    """Run a router on free ports until the block ends; then it must stop in time.
+
+    It waits for a revision that a request wants for `revision_wait_s`: a machine that stands still makes none late.
+    """
     defaults: dict[str, Any] = {
         "port": 0,
         "http_port": 0,
@@ -74,10 +77,16 @@ async def running_router(
         "drain_timeout_s": 0.5,
     }
     router = Router(RouterSettings(**(defaults | settings)))
+    wait = router.catalog.wait_for_revision
+
+    async def wait_for_revision(revision: int, timeout_s: float = revision_wait_s) -> None:
+        await wait(revision, timeout_s)
+
+    setattr(router.catalog, "wait_for_revision", wait_for_revision)  # noqa: B010 - a method, as far as types go
     stop, bound = asyncio.Event(), asyncio.Event()
     running = asyncio.create_task(router.run(stop, bound.set))
     waiting = asyncio.create_task(bound.wait())
-    await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED, timeout=5)
+    await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED, timeout=30)
     if not bound.is_set():
         waiting.cancel()
         running.cancel()
@@ -86,7 +95,7 @@ async def running_router(
     handle = RunningRouter(router, channel)
     try:
         if ready:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 await router.catalog.ready.wait()
             if workers:
                 await handle.until_workers(len(workers))
@@ -94,7 +103,7 @@ async def running_router(
     finally:
         await channel.close()
         stop.set()
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(30):
             await running
 
 

@@ -64,13 +64,13 @@ async def refused(call: Any) -> errors.LoraplexError:
 async def grpc_refusals(router: RunningRouter, metadata: Any) -> list[errors.LoraplexError]:
     return [
         await refused(router.generate("sql", metadata=metadata)),
-        await refused(router.models.ListModels(models_pb2.ListModelsRequest(), metadata=metadata, timeout=5)),
-        await refused(router.models.GetModel(models_pb2.GetModelRequest(name="sql"), metadata=metadata, timeout=5)),
+        await refused(router.models.ListModels(models_pb2.ListModelsRequest(), metadata=metadata, timeout=30)),
+        await refused(router.models.GetModel(models_pb2.GetModelRequest(name="sql"), metadata=metadata, timeout=30)),
     ]
 
 
 async def http_answers(router: RunningRouter, headers: dict[str, str]) -> list[httpx2.Response]:
-    async with httpx2.AsyncClient(base_url=router.url, timeout=10, headers=headers) as client:
+    async with httpx2.AsyncClient(base_url=router.url, timeout=30, headers=headers) as client:
         return [
             await client.post("/v1/chat/completions", json={key: BODY[key] for key in ("model", "messages")}),
             await client.post("/v1/completions", json={key: BODY[key] for key in ("model", "prompt")}),
@@ -101,7 +101,7 @@ async def assert_refused(router: RunningRouter, worker: FakeWorker, sent: str | 
 async def assert_served(router: RunningRouter, sent: str | None) -> None:
     metadata = () if sent is None else (("authorization", sent),)
     assert await router.generate("sql", metadata=metadata)
-    assert (await router.models.ListModels(models_pb2.ListModelsRequest(), metadata=metadata, timeout=5)).models
+    assert (await router.models.ListModels(models_pb2.ListModelsRequest(), metadata=metadata, timeout=30)).models
     answers = await http_answers(router, {} if sent is None else {"authorization": sent})
     assert [answer.status_code for answer in answers] == [200] * 5
 
@@ -167,7 +167,7 @@ async def test_a_large_body_without_a_key_gets_its_answer(registry, worker):
     await registry.commit(key_entry(KEY))
     async with (
         running_router(registry.address, worker.address) as router,
-        httpx2.AsyncClient(base_url=router.url, timeout=20) as client,
+        httpx2.AsyncClient(base_url=router.url, timeout=30) as client,
     ):
         answer = await client.post("/v1/completions", json={"model": "sql", "prompt": "x" * 6_000_000})
         assert answer.status_code == 401
@@ -179,7 +179,7 @@ async def test_probes_health_and_metrics_stay_open(registry, worker):
     await registry.commit(key_entry(KEY))
     async with (
         running_router(registry.address, worker.address, cluster_token=TOKEN) as router,
-        httpx2.AsyncClient(base_url=router.url, timeout=10) as client,
+        httpx2.AsyncClient(base_url=router.url, timeout=30) as client,
     ):
         assert [(await client.get(path)).status_code for path in ("/livez", "/readyz", "/metrics")] == [200] * 3
 
@@ -201,7 +201,7 @@ async def test_the_fleet_is_for_operators(registry, worker):
         fleet = fleet_pb2_grpc.FleetServiceStub(router.channel)
 
         def ask(secret: str | None) -> Any:
-            return fleet.ListWorkers(fleet_pb2.ListWorkersRequest(), metadata=credentials.bearer(secret), timeout=5)
+            return fleet.ListWorkers(fleet_pb2.ListWorkersRequest(), metadata=credentials.bearer(secret), timeout=30)
 
         assert len((await ask(TOKEN)).workers) == 1
         assert type(await refused(ask(None))) is errors.Unauthenticated

@@ -47,7 +47,7 @@ async def workers() -> AsyncIterator[list[FakeWorker]]:
 
 
 def call(router: RunningRouter, request=REQUEST, **options):
-    return fleet_pb2_grpc.FleetServiceStub(router.channel).EvaluateAdapter(request, **{"timeout": 10, **options})
+    return fleet_pb2_grpc.FleetServiceStub(router.channel).EvaluateAdapter(request, **{"timeout": 30, **options})
 
 
 async def outcome(router: RunningRouter, request=REQUEST, **options):

@@ -107,7 +107,7 @@ async def test_a_burst_spreads_before_any_status_counts_it(
     worker.script = other.script = never_answer
     async with running_router(registry.address, worker.address, other.address) as router:
         calls = [
-            router.inference.Generate(inference_pb2.GenerateRequest(model=BASE_ID, prompt="x " * 200), timeout=30)
+            router.inference.Generate(inference_pb2.GenerateRequest(model=BASE_ID, prompt="x " * 200), timeout=60)
             for _ in range(8)
         ]
         reading = [asyncio.ensure_future(call.read()) for call in calls]
@@ -125,7 +125,7 @@ async def test_own_requests_count_until_the_announced_status_arrives(
     worker.script = babble_forever
     async with running_router(registry.address, worker.address) as router:
         fleet = router.router.fleet
-        call = router.inference.Generate(inference_pb2.GenerateRequest(model=BASE_ID, prompt="x"), timeout=30)
+        call = router.inference.Generate(inference_pb2.GenerateRequest(model=BASE_ID, prompt="x"), timeout=60)
         async for _ in call:
             break
         assert fleet.views()[0].own_requests == 1
@@ -150,7 +150,7 @@ async def test_the_fleet_is_listed_with_names_of_adapters(registry: FakeRegistry
     assert (found.free_blocks, found.total_blocks, found.epoch) == (100, 128, "e1")
     assert (found.device, found.dtype, found.base_quantization) == ("cpu", "float32", "int8")
     assert [(list(a.names), a.tier, a.in_flight) for a in found.adapters] == [(["sql"], 3, 2)]
-    assert found.status_age.ToTimedelta().total_seconds() < 3
+    assert found.status_age.ToTimedelta().total_seconds() < 10
     assert (lost.state, lost.address, lost.device) == ("unreachable", "127.0.0.1:1", "")
     assert lost.error
 

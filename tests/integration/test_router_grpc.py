@@ -76,7 +76,7 @@ async def test_the_worker_gets_digests_sampling_and_a_deadline(registry: FakeReg
     async with running_router(registry.address, worker.address) as router:
         sampling = sampling_pb2.SamplingParams(temperature=0, stop=["x"], logit_bias={7: -1.5})
         events = await router.generate(
-            "sql", sampling=sampling, timeout_s=7, metadata=(("x-loraplex-request-id", "req-1"),)
+            "sql", sampling=sampling, timeout_s=60, metadata=(("x-loraplex-request-id", "req-1"),)
         )
     assert text_of(events) == "Hello adapter!"
     assert events[-1].finished.usage.completion_tokens == 3
@@ -92,7 +92,7 @@ async def test_the_worker_gets_digests_sampling_and_a_deadline(registry: FakeReg
     assert worker.metadata[0]["x-loraplex-request-id"] == "req-1"
     remaining = worker.time_remaining_s[0]
     assert remaining is not None
-    assert 5 < remaining < 7.5  # gRPC rounds a deadline on the wire, upwards
+    assert 30 < remaining < 60.5  # gRPC rounds a deadline on the wire, upwards
 
 
 async def test_every_kind_of_input_arrives_unchanged(registry: FakeRegistry, worker: FakeWorker) -> None:
@@ -101,7 +101,7 @@ async def test_every_kind_of_input_arrives_unchanged(registry: FakeRegistry, wor
     async with running_router(registry.address, worker.address) as router:
         for fields in ({"prompt": "text"}, {"chat": chat}, {"tokens": tokens}):
             request = inference_pb2.GenerateRequest(model=BASE_ID, **fields)
-            assert [event async for event in router.inference.Generate(request, timeout=5)]
+            assert [event async for event in router.inference.Generate(request, timeout=30)]
     assert worker.requests[0].prompt == "text"
     assert worker.requests[1].chat == chat
     assert worker.requests[2].tokens == tokens
@@ -129,7 +129,7 @@ async def test_bad_requests_name_the_field_and_reach_no_worker(
     field: str,
 ) -> None:
     async with running_router(registry.address, worker.address) as router:
-        call = router.inference.Generate(inference_pb2.GenerateRequest(**request_), timeout=5)  # type: ignore[arg-type]
+        call = router.inference.Generate(inference_pb2.GenerateRequest(**request_), timeout=30)  # type: ignore[arg-type]
         with pytest.raises(aio.AioRpcError) as caught:
             await anext(aiter(call))
     typed = errors.from_rpc_error(caught.value)
@@ -176,9 +176,12 @@ async def test_cancelling_before_the_first_event_frees_it_too(registry: FakeRegi
 async def test_the_deadline_ends_the_call_on_both_hops(registry: FakeRegistry, worker: FakeWorker) -> None:
     worker.script = babble_forever
     async with running_router(registry.address, worker.address) as router:
-        error = await refusal(router, timeout_s=0.4)
-        assert error.code is grpc.StatusCode.DEADLINE_EXCEEDED
-        await worker.until(lambda: worker.num_cancelled == 1)
+        for timeout_s in (0.4, 4.0, 20.0):
+            error = await refusal(router, timeout_s=timeout_s)
+            assert error.code is grpc.StatusCode.DEADLINE_EXCEEDED
+            if worker.requests:  # else it was over before the worker had begun, and tells nothing of the second hop
+                break
+        await worker.until(lambda: worker.num_cancelled == len(worker.requests) > 0)
 
 
 async def test_the_default_time_out_applies_where_the_client_has_none(
@@ -342,6 +345,7 @@ async def test_a_killed_worker_process_in_mid_stream_is_unavailable(registry: Fa
         error = errors.from_rpc_error(caught.value)
         assert isinstance(error, errors.WorkerLost)
         assert error.metadata == {"worker_id": "w1"}
+        await router.until_workers(0)  # its status stream breaks off with the same connection, perhaps a moment later
         assert isinstance(await refusal(router), errors.NoWorker)
 
 
@@ -360,7 +364,7 @@ async def test_a_worker_that_stops_before_the_first_delta_is_replaced(
 async def test_limits_refuse_with_a_hint_when_to_come_back(registry: FakeRegistry, worker: FakeWorker) -> None:
     worker.script = babble_forever
     async with running_router(registry.address, worker.address, max_requests=1) as router:
-        call = router.inference.Generate(inference_pb2.GenerateRequest(model="sql", prompt="x"), timeout=30)
+        call = router.inference.Generate(inference_pb2.GenerateRequest(model="sql", prompt="x"), timeout=60)
         async for _ in call:
             break
         error = await refusal(router)
@@ -384,7 +388,7 @@ async def test_reading_ones_own_write_waits_for_the_revision(registry: FakeRegis
 
 
 async def test_a_revision_that_does_not_come_is_catalog_behind(registry: FakeRegistry, worker: FakeWorker) -> None:
-    async with running_router(registry.address, worker.address) as router:
+    async with running_router(registry.address, worker.address, revision_wait_s=0.2) as router:
         error = await refusal(router, metadata=(("x-loraplex-min-revision", "99"),))
     assert isinstance(error, errors.CatalogBehind)
     assert error.metadata == {"revision": "1", "wanted": "99"}
@@ -434,7 +438,7 @@ async def test_health_follows_readiness_and_drain(registry: FakeRegistry, worker
         error = await refusal(router)
         assert isinstance(error, errors.RegistryUnavailable)
         await registry.start()
-        statuses = health.Watch(request, timeout=10)
+        statuses = health.Watch(request, timeout=60)
         async for response in statuses:
             if response.status == health_pb2.HealthCheckResponse.SERVING:
                 break

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from common.backoff import Backoff
 from loraplex import errors
 from loraplex.async_client import AsyncClient
 from loraplex.manifest import read_manifest
 from loraplex.worker.v1 import worker_pb2
-from router import pins
+from router import orders, pins
 from router.placement import rendezvous_weight
 from tests.integration.router_fakes import (
     FakeRegistry,
@@ -29,6 +30,12 @@ from tests.tiny_adapters import write_adapter
 from tests.tiny_base import write_tiny_base
 
 SQL, NEW = digest("artifact sql"), digest("artifact new")
+
+
+@pytest.fixture
+def not_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Routers that stand still before they hear what an order has done do not give it once more."""
+    monkeypatch.setattr(orders, "AGAIN", Backoff(first_s=100.0, longest_s=100.0))
 
 
 @asynccontextmanager
@@ -62,18 +69,20 @@ def holds(worker: FakeWorker, *artifacts: str) -> Callable[[], bool]:
     return lambda: pinned(worker) == set(artifacts)
 
 
-async def test_two_routers_pin_to_the_same_worker_and_tell_it_again_after_its_engine_restarted():
+async def test_two_routers_pin_to_the_same_worker_and_tell_it_again_after_its_engine_restarted(not_told_again: None):
     async with (
         registry_with(adapter_entry("sql", pin_replicas=1), adapter_entry("json")) as registry,
         workers_of(3) as workers,
     ):
         addresses = [worker.address for worker in workers]
         async with (
-            running_router(registry.address, *addresses),
-            running_router(registry.address, *reversed(addresses)),
+            running_router(registry.address, *addresses) as one,
+            running_router(registry.address, *reversed(addresses)) as other,
         ):
             first, *others = in_order(workers, SQL)
             await eventually(holds(first, SQL))
+            steering = [running.router._steering for running in (one, other)]
+            await eventually(lambda: not any(each.unmet_pins() or each._deliveries.in_flight for each in steering))
             first.told.clear()
             await first.restart_engine("e2")
             await eventually(holds(first, SQL))
@@ -81,7 +90,7 @@ async def test_two_routers_pin_to_the_same_worker_and_tell_it_again_after_its_en
             assert [worker.told for worker in others] == [[], []]
 
 
-async def test_a_pin_is_told_once_and_left_alone_while_it_holds():
+async def test_a_pin_is_told_once_and_left_alone_while_it_holds(not_told_again: None):
     async with (
         registry_with(adapter_entry("sql", pin_replicas=1)) as registry,
         workers_of(1) as (worker,),
@@ -94,7 +103,7 @@ async def test_a_pin_is_told_once_and_left_alone_while_it_holds():
         assert worker.told == [("pin", SQL)]
 
 
-async def test_a_new_version_takes_the_old_ones_place_and_unpinning_lets_go():
+async def test_a_new_version_takes_the_old_ones_place_and_unpinning_lets_go(not_told_again: None):
     async with (
         registry_with(adapter_entry("sql", pin_replicas=1)) as registry,
         workers_of(1) as (worker,),
@@ -108,7 +117,7 @@ async def test_a_new_version_takes_the_old_ones_place_and_unpinning_lets_go():
         await eventually(holds(worker))
 
 
-async def test_without_the_registry_the_last_known_pins_stay():
+async def test_without_the_registry_the_last_known_pins_stay(not_told_again: None):
     async with (
         registry_with(adapter_entry("sql", pin_replicas=1)) as registry,
         workers_of(1) as (worker,),
@@ -123,7 +132,9 @@ async def test_without_the_registry_the_last_known_pins_stay():
         await registry.start()
 
 
-async def test_a_pin_that_nobody_knows_of_is_undone_when_the_registry_is_back(monkeypatch: pytest.MonkeyPatch):
+async def test_a_pin_that_nobody_knows_of_is_undone_when_the_registry_is_back(
+    monkeypatch: pytest.MonkeyPatch, not_told_again: None
+):
     monkeypatch.setattr(pins, "UNDO_AFTER_S", 0.2)
     foreign = digest("artifact of nobody")
     async with (

@@ -38,7 +38,7 @@ class Process:
         self.process = process
         self.lines: list[dict[str, Any]] = []
 
-    async def said(self, event: str, timeout_s: float = 30.0) -> dict[str, Any]:
+    async def said(self, event: str, timeout_s: float = 60.0) -> dict[str, Any]:
         assert self.process.stderr is not None
         async with asyncio.timeout(timeout_s):
             while True:
@@ -50,7 +50,7 @@ class Process:
                     raise AssertionError(f"the router ended without {event}: {self.lines}")
                 self.lines.append(json.loads(text))
 
-    async def ended(self, timeout_s: float = 10.0) -> tuple[int, str]:
+    async def ended(self, timeout_s: float = 60.0) -> tuple[int, str]:
         async with asyncio.timeout(timeout_s):
             _, stderr = await self.process.communicate()
         assert self.process.returncode is not None
@@ -98,7 +98,7 @@ async def test_a_taken_port_is_named_and_ends_with_status_1(flag: str) -> None:
         port = taken.getsockname()[1]
         free = "--http-port=0" if flag == "--port" else "--port=0"
         async with router_process(f"{flag}={port}", free) as router:
-            status, stderr = await router.ended(30)
+            status, stderr = await router.ended()
     assert status == 1
     told = stderr.splitlines()[-1]
     assert told.startswith("router: cannot listen")
@@ -108,7 +108,7 @@ async def test_a_taken_port_is_named_and_ends_with_status_1(flag: str) -> None:
 
 async def test_bad_flags_end_with_status_2_and_a_line_each() -> None:
     async with router_process("--workers=nonsense", "--request-timeout-s=0", "--registry=dns:x:1") as router:
-        status, stderr = await router.ended(30)
+        status, stderr = await router.ended()
     assert status == 2
     assert [line.split(":")[1].strip() for line in stderr.splitlines()] == [
         "--registry",
@@ -136,14 +136,14 @@ async def test_sigterm_fails_readiness_refuses_finishes_and_ends(registry: FakeR
         f"--workers={worker.address}",
         "--port=0",
         "--http-port=0",
-        "--drain-delay-s=1.5",
+        "--drain-delay-s=4",
     )
     async with router_process(*arguments) as router:
         await router.said("router.ready")
         await router.said("fleet.worker_found")
         port = router.lines[0]["http_port"]
         async with (
-            httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client,
+            httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
             client.stream("POST", "/v1/completions", json=body) as answer,
         ):
             lines = answer.aiter_lines()
@@ -170,13 +170,13 @@ async def test_after_the_delay_requests_are_refused_as_draining(registry: FakeRe
         "--port=0",
         "--http-port=0",
         "--drain-delay-s=0",
-        "--drain-timeout-s=1.5",
+        "--drain-timeout-s=4",
     )
     async with router_process(*arguments) as router:
         await router.said("router.ready")
         await router.said("fleet.worker_found")
         port = router.lines[0]["http_port"]
-        async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+        async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
             body = {"model": "sql", "prompt": "x"}
             stuck = asyncio.create_task(client.post("/v1/completions", json=body))
             await worker.until(lambda: worker.in_flight == 1)
@@ -211,7 +211,7 @@ async def test_streams_that_outlast_the_drain_end_with_an_error_at_both_fronts(
         listening = router.lines[0]
         body = {"model": "sql", "prompt": "x", "stream": True}
         async with (
-            httpx2.AsyncClient(base_url=f"http://127.0.0.1:{listening['http_port']}", timeout=20) as http,
+            httpx2.AsyncClient(base_url=f"http://127.0.0.1:{listening['http_port']}", timeout=60) as http,
             http.stream("POST", "/v1/completions", json=body) as answer,
             AsyncClient(f"127.0.0.1:{listening['grpc_port']}") as client,
         ):
@@ -237,5 +237,5 @@ async def test_a_second_signal_ends_at_once(registry: FakeRegistry) -> None:
         router.process.send_signal(signal.SIGTERM)
         await router.said("router.draining")
         router.process.send_signal(signal.SIGTERM)
-        status, _ = await router.ended(5)
+        status, _ = await router.ended(15)
     assert status == 128 + signal.SIGTERM

@@ -56,7 +56,7 @@ async def client(registry: FakeRegistry, workers: list[FakeWorker]) -> AsyncIter
 
 async def until_told(client: AsyncClient, condition: Callable[[dict[str, Worker]], object]) -> dict[str, Worker]:
     """Wait until the router's list of workers, by id, is so; returns it."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not condition(found := {worker.worker_id: worker async for worker in client.list_workers()}):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     return found

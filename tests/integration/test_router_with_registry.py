@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import socket
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -14,38 +9,10 @@ import pytest
 from loraplex.async_client import AsyncClient
 from loraplex.errors import ModelNotFound
 from loraplex.manifest import read_manifest
-from tests.integration.router_fakes import ROOT, FakeWorker, eventually, running_router
+from tests.integration.router_fakes import FakeWorker, eventually, running_router
+from tests.running_registry import registry_process
 from tests.tiny_adapters import write_adapter
 from tests.tiny_base import write_tiny_base
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port: int = taken.getsockname()[1]
-        return port
-
-
-@asynccontextmanager
-async def registry_process(state_dir: Path, port: int) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "registry",
-        f"--port={port}",
-        f"--state-dir={state_dir}",
-        cwd=ROOT,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        assert process.stderr is not None
-        async with asyncio.timeout(30):
-            while b"registry.listening" not in await process.stderr.readline():
-                assert not process.stderr.at_eof()
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
 
 
 async def test_what_is_registered_is_served_and_survives_a_killed_registry(tmp_path: Path) -> None:
@@ -53,41 +20,40 @@ async def test_what_is_registered_is_served_and_survives_a_killed_registry(tmp_p
     first, second = (write_adapter(tmp_path / f"adapter{seed}", base, seed=seed) for seed in (1, 2))
     manifest = read_manifest(base)
     worker = await FakeWorker(base_digest=manifest.digest()).start()
-    port = free_port()
-    address = f"127.0.0.1:{port}"
     served = worker.requests
     try:
-        async with (
-            registry_process(tmp_path / "state", port) as registry,
-            running_router(address, worker.address, ready=False) as router,
-            AsyncClient(router.address, address) as client,
-        ):
-            await asyncio.wait_for(router.router.catalog.ready.wait(), 30)
-            await router.until_workers(1)
-            await client.add_base("tiny", manifest)
-            old = await client.add_adapter("sql", first)
+        async with registry_process(tmp_path / "state") as registry:
+            port = await registry.listening_port()
+            address = f"127.0.0.1:{port}"
+            async with (
+                running_router(address, worker.address) as router,
+                AsyncClient(router.address, address) as client,
+            ):
+                await client.add_base("tiny", manifest)
+                old = await client.add_adapter("sql", first)
 
-            async def ask(model: str) -> None:
-                assert [event async for event in client.generate(model, "Hi", timeout_s=10)]
+                async def ask(model: str) -> None:
+                    assert [event async for event in client.generate(model, "Hi", timeout_s=60)]
 
-            await ask("sql")  # at once: reading one's own write
-            assert served[-1].base_digest == manifest.digest()
-            assert served[-1].adapter.artifact_digest == old.adapter.current.artifact_digest
-            new = await client.add_adapter("sql", second)
-            await ask("sql")
-            assert served[-1].adapter.artifact_digest == new.adapter.current.artifact_digest
-            await ask("sql@" + old.adapter.current.version_digest[:12])
-            assert served[-1].adapter.version_digest == old.adapter.current.version_digest
-            registry.kill()
-            await registry.wait()
-            await ask("sql")  # the registry is not on the request path
-            async with registry_process(tmp_path / "state", port):
-                before = router.router.catalog.snapshot
-                await client.remove_adapter("sql")
-                await eventually(lambda: router.router.catalog.snapshot.revision == before.revision + 1, 10)
-                assert router.router.catalog.snapshot.store_id == before.store_id
-                with pytest.raises(ModelNotFound):
-                    async for _ in client.generate("sql", "Hi"):
-                        pass
+                await ask("sql")  # at once: reading one's own write
+                assert served[-1].base_digest == manifest.digest()
+                assert served[-1].adapter.artifact_digest == old.adapter.current.artifact_digest
+                new = await client.add_adapter("sql", second)
+                await ask("sql")
+                assert served[-1].adapter.artifact_digest == new.adapter.current.artifact_digest
+                await ask("sql@" + old.adapter.current.version_digest[:12])
+                assert served[-1].adapter.version_digest == old.adapter.current.version_digest
+                registry.process.kill()
+                await registry.process.wait()
+                await ask("sql")  # the registry is not on the request path
+                async with registry_process(tmp_path / "state", port=port) as again:
+                    await again.listening_port()
+                    before = router.router.catalog.snapshot
+                    await client.remove_adapter("sql")
+                    await eventually(lambda: router.router.catalog.snapshot.revision == before.revision + 1)
+                    assert router.router.catalog.snapshot.store_id == before.store_id
+                    with pytest.raises(ModelNotFound):
+                        async for _ in client.generate("sql", "Hi"):
+                            pass
     finally:
         await worker.stop()

@@ -34,7 +34,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", *command],
-        capture_output=True, text=True, timeout=60, check=False, cwd=ROOT, env={**os.environ, **environment},
+        capture_output=True, text=True, timeout=180, check=False, cwd=ROOT, env={**os.environ, **environment},
     )  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def router(log: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
             yield process
         finally:
             process.terminate()
-            process.wait(20)
+            process.wait(60)
 
 
 def lines(log: Path) -> list[dict[str, Any]]:
@@ -75,7 +75,7 @@ def lines(log: Path) -> list[dict[str, Any]]:
 
 async def said(log: Path, event: str) -> dict[str, Any]:
     """Wait for a line of the log; nothing tells of one in a file."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while True:
             for line in lines(log):
                 if line["event"] == event:
@@ -111,7 +111,7 @@ async def test_no_secret_shows_anywhere(tmp_path, monkeypatch):
             port = (await said(log, "router.listening"))["http_port"]
             await said(log, "router.ready")
             shown += [command_line(pid) for pid in (process.pid, registry.process.pid)]
-            async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}/v1", timeout=10) as client:
+            async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}/v1", timeout=30) as client:
                 for secret, status in ((KEY.text, 200), (WRONG_KEY.text, 401), (WRONG_TOKEN, 401), (TOKEN, 200)):
                     answer = await client.get("/models", headers={"authorization": f"Bearer {secret}"})
                     assert answer.status_code == status

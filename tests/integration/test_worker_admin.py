@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import socket
 from collections.abc import Callable
 
 import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from common.http_server import bind
+from common.admin import bind_admin
 from tests.tiny_base import write_tiny_base
 from tests.worker_front import ArtifactServer, running_front, serving_artifacts
 
@@ -18,10 +19,18 @@ BLOB = b"an adapter that the fake engine does not read" * 100
 DIGEST = hashlib.sha256(BLOB).hexdigest()
 
 
-def free_port() -> int:
-    with bind("127.0.0.1", 0, "--none") as listener:
-        port: int = listener.getsockname()[1]
-        return port
+@pytest.fixture
+def ports(monkeypatch) -> list[int]:
+    """Admin ports of the workers that were started, which each take a free one."""
+    taken: list[int] = []
+
+    def bound(host: str, port: int) -> socket.socket:
+        listener = bind_admin(host, port)
+        taken.append(listener.getsockname()[1])
+        return listener
+
+    monkeypatch.setattr("worker.app.bind_admin", bound)
+    return taken
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +47,7 @@ class Admin:
         return held
 
     async def until(self, wanted: Callable[[dict[str, int]], bool]) -> dict[str, int]:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not wanted(held := await self.resources()):  # noqa: ASYNC110 - no event tells
                 await asyncio.sleep(0.02)
         return held
@@ -52,16 +61,14 @@ class Admin:
         return samples
 
 
-async def test_what_a_request_holds_shows_while_it_runs_and_is_gone_after_it_was_left(base, tmp_path):
-    artifacts, port = ArtifactServer(), free_port()  # type: ignore[abstract]  # it serves downloads alone
+async def test_what_a_request_holds_shows_while_it_runs_and_is_gone_after_it_was_left(base, tmp_path, ports):
+    artifacts = ArtifactServer()  # type: ignore[abstract]  # it serves downloads alone
     artifacts.add(BLOB)
-    told = {"STEP_S": "0.01", "TOTAL_BLOCKS": "256", "CONTEXT": "1024"}
+    told = {"STEP_S": "0.01", "TOTAL_BLOCKS": "1024", "CONTEXT": "4096"}
     async with (
         serving_artifacts(artifacts) as registry_port,
-        running_front(
-            base, tmp_path, registry_port=registry_port, environment=told, admin_port=port, max_resident_adapters=7
-        ) as front,
-        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http,
+        running_front(base, tmp_path, registry_port=registry_port, environment=told, max_resident_adapters=7) as front,
+        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{ports[0]}", timeout=30) as http,
     ):
         admin = Admin(http)
         assert (await http.get("/readyz")).status_code == 200
@@ -85,18 +92,21 @@ async def test_what_a_request_holds_shows_while_it_runs_and_is_gone_after_it_was
         for call in calls:
             call.cancel()
         zero = ("kv_blocks_in_use", "adapter_references", "streams", "tasks", "running_requests", "waiting_requests")
-        left = await admin.until(lambda held: not any(held[name] for name in zero))
-        assert left["all_tasks"] <= idle["all_tasks"] + 2  # the connection that asks
+        await admin.until(
+            lambda held: (
+                not any(held[name] for name in zero) and held["all_tasks"] <= idle["all_tasks"] + 2
+            )  # the connection that asks
+        )
         assert (await admin.metrics())["loraplex_worker_requests_total"] == {("cancelled", ""): 3}
 
 
-async def test_a_complete_answer_is_measured_and_the_tiers_are_told_apart(base, tmp_path):
-    artifacts, port = ArtifactServer(), free_port()  # type: ignore[abstract]  # it serves downloads alone
+async def test_a_complete_answer_is_measured_and_the_tiers_are_told_apart(base, tmp_path, ports):
+    artifacts = ArtifactServer()  # type: ignore[abstract]  # it serves downloads alone
     artifacts.add(BLOB)
     async with (
         serving_artifacts(artifacts) as registry_port,
-        running_front(base, tmp_path, registry_port=registry_port, admin_port=port) as front,
-        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http,
+        running_front(base, tmp_path, registry_port=registry_port) as front,
+        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{ports[0]}", timeout=30) as http,
     ):
         for _ in range(2):
             assert (await front.generate(front.request([5, 6, 7], artifact=DIGEST, max_tokens=4))).finished
@@ -120,22 +130,22 @@ async def test_a_complete_answer_is_measured_and_the_tiers_are_told_apart(base, 
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-async def test_a_prompt_that_begins_as_an_earlier_one_did_is_computed_in_part_and_says_so(base, tmp_path, prefix_cache):
-    port = free_port()
+async def test_a_prompt_that_begins_as_an_earlier_one_did_is_computed_in_part_and_says_so(
+    base, tmp_path, ports, prefix_cache
+):
     prompt = list(range(5, 45))  # two blocks of 16 tokens and 8 more
     async with (
-        running_front(base, tmp_path, admin_port=port, prefix_cache=prefix_cache) as front,
-        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http,
+        running_front(base, tmp_path, prefix_cache=prefix_cache) as front,
+        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{ports[0]}", timeout=30) as http,
     ):
         first = await front.generate(front.request(prompt, max_tokens=4))
         again = await front.generate(front.request(prompt, max_tokens=4))
-        held = await Admin(http).until(lambda held: held["streams"] == 0)
+        held = await Admin(http).until(lambda held: held["streams"] == held["kv_blocks_in_use"] == 0)
         seen = await Admin(http).metrics()
     cached = 32 if prefix_cache else 0
     assert (first.finished.usage.cached_tokens, again.finished.usage.cached_tokens) == (0, cached)
     assert first.token_ids() == again.token_ids()
-    assert held["kv_blocks_in_use"] == 0  # what is kept for later requests is no leak
-    assert held["idle_prefix_blocks"] == cached // 16
+    assert held["idle_prefix_blocks"] == cached // 16  # what is kept for later requests is no leak
     assert seen["loraplex_worker_cached_prompt_tokens_total"][()] == cached
     assert seen["loraplex_worker_arena_chunks"] == {
         ("kv",): 0,
@@ -145,16 +155,15 @@ async def test_a_prompt_that_begins_as_an_earlier_one_did_is_computed_in_part_an
     }
 
 
-async def test_the_admin_port_answers_before_the_worker_is_ready(base, tmp_path):
-    port = free_port()
+async def test_the_admin_port_answers_before_the_worker_is_ready(base, tmp_path, ports):
     async with (
-        running_front(base, tmp_path, wait_ready=False, environment={"START_S": "0.2"}, admin_port=port),
-        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http,
+        running_front(base, tmp_path, wait_ready=False, environment={"START_S": "0.2"}),
+        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{ports[0]}", timeout=30) as http,
     ):
         assert (await http.get("/livez")).status_code == 200
         first = await http.get("/readyz")
         if first.status_code == 503:  # a fast machine may be ready by now
             assert first.text.startswith("starting")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (await http.get("/readyz")).status_code != 200:  # noqa: ASYNC110 - probes are polled
                 await asyncio.sleep(0.02)

@@ -73,7 +73,7 @@ async def test_it_serves_its_adapter_as_the_engines_base_and_nothing_else(base, 
             exact_artifact_digest=digest,
         )
         with pytest.raises(grpc.RpcError) as failed:
-            async for _ in front.stub.EvaluateAdapter(evaluation, timeout=5):
+            async for _ in front.stub.EvaluateAdapter(evaluation, timeout=60):
                 pass
         assert isinstance(from_rpc_error(failed.value), NotServedHere)
         await front.status_where(lambda fields: fields["adapters"][digest].in_flight == 0)
@@ -92,7 +92,7 @@ async def test_nothing_is_brought_to_it_or_taken_from_it(base, artifacts, tmp_pa
 
         async def answered(name: str, request: Any) -> Any:
             try:
-                return await getattr(front.stub, name)(request, timeout=5)
+                return await getattr(front.stub, name)(request, timeout=60)
             except grpc.RpcError as error:
                 raise from_rpc_error(error) from None
 
@@ -116,7 +116,7 @@ async def test_it_starts_when_its_source_does(base, artifacts, tmp_path) -> None
     async with serving_artifacts(artifacts) as port:
         pass
     async with running_front(base, tmp_path, registry_port=port, dedicated=digest, wait_ready=False) as front:
-        status = await front.status_where(lambda fields: bool(fields.get("base_digest")), within=20)
+        status = await front.status_where(lambda fields: bool(fields.get("base_digest")), within=60)
         assert status["state"] == WorkerState.WORKER_STATE_STARTING
         async with serving_artifacts(artifacts, port):
             await front.status_where(lambda fields: fields["state"] == WorkerState.WORKER_STATE_SERVING, within=60)
@@ -131,7 +131,7 @@ async def test_an_adapter_that_is_not_there_ends_the_start(base, artifacts, tmp_
             serving_artifacts(artifacts) as port,
             running_front(base, tmp_path, registry_port=port, dedicated="0" * 64, wait_ready=False) as front,
         ):
-            await asyncio.wait_for(front.task, 20)
+            await asyncio.wait_for(front.task, 60)
     assert ended.group_contains(ArtifactNotFound)
 
 
@@ -140,5 +140,5 @@ async def test_it_stops_while_it_waits_for_its_source(base, artifacts, tmp_path)
     async with serving_artifacts(artifacts) as port:
         pass
     async with running_front(base, tmp_path, registry_port=port, dedicated=digest, wait_ready=False) as front:
-        await front.status_where(lambda fields: bool(fields.get("base_digest")), within=20)
+        await front.status_where(lambda fields: bool(fields.get("base_digest")), within=60)
     assert front.task.done()

@@ -35,7 +35,15 @@ from loraplex.types.v1.evaluation_pb2 import Evaluation, EvaluationProgress
 from loraplex.worker.v1.worker_pb2 import EvaluateAdapterRequest, EvaluateAdapterResponse
 from tests.fake_runner import expected_comparison, expected_tokens
 from tests.tiny_base import CHAT_TEMPLATE, write_tiny_base
-from tests.worker_front import VOCAB, ArtifactServer, Front, running_front, serving_artifacts
+from tests.worker_front import (
+    TOLD_AFTER_1_S,
+    VOCAB,
+    ArtifactServer,
+    Front,
+    running_front,
+    serving_artifacts,
+    told_long_before,
+)
 from worker.evaluation.evaluator import ANSWER_TOKENS, TENANT
 from worker.evaluation.prompts import built_in_prompts
 from worker.evaluation.tally import Tally
@@ -61,7 +69,7 @@ class Outcome:
     error: LoraplexError | None = None
 
 
-async def evaluate(front: Front, request: EvaluateAdapterRequest, within: float | None = 30) -> Outcome:
+async def evaluate(front: Front, request: EvaluateAdapterRequest, within: float | None = 60) -> Outcome:
     outcome = Outcome()
     try:
         async for event in front.stub.EvaluateAdapter(request, timeout=within):
@@ -77,8 +85,8 @@ async def evaluate(front: Front, request: EvaluateAdapterRequest, within: float 
 
 async def begun(front: Front, request: EvaluateAdapterRequest) -> Any:
     """Return a call that has told progress and is in the middle of its work."""
-    call = front.stub.EvaluateAdapter(request, timeout=30)
-    async with asyncio.timeout(20):
+    call = front.stub.EvaluateAdapter(request, timeout=60)
+    async with asyncio.timeout(60):
         while (event := await call.read()).progress.done_prompts == 0:
             assert isinstance(event, EvaluateAdapterResponse)
     return call
@@ -96,9 +104,9 @@ async def error_of(call: Any) -> LoraplexError | None:
 
 async def nothing_left(front: Front) -> None:
     """Wait until neither the worker nor its engine holds anything for anybody."""
-    await front.status_where(idle, within=20)
+    await front.status_where(idle)
     held = ("kv_blocks_in_use", "adapter_references", "waiting_requests", "running_requests", "streams", "tasks")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while any((resources := front.app._resources())[name] for name in held):  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(0.01)
     assert front.app._engine.num_requests == 0, resources
@@ -203,7 +211,7 @@ async def test_a_second_one_is_refused_until_the_first_is_over(base, artifacts, 
 async def test_cancelling_leaves_nothing(base, artifacts, registry_port, tmp_path):
     async with running_front(base, tmp_path / "cache", registry_port=registry_port, environment=SLOW) as front:
         for moment in (0.0, 0.05, 0.3):
-            call = front.stub.EvaluateAdapter(request(front, artifacts), timeout=30)
+            call = front.stub.EvaluateAdapter(request(front, artifacts), timeout=60)
             await asyncio.sleep(moment)
             call.cancel()
             await nothing_left(front)
@@ -215,7 +223,7 @@ async def test_cancelling_during_the_download_leaves_nothing(base, artifacts, re
     async with running_front(base, tmp_path / "cache", registry_port=registry_port) as front:
         artifacts.gate = asyncio.Event()
         try:
-            call = front.stub.EvaluateAdapter(request(front, artifacts), timeout=30)
+            call = front.stub.EvaluateAdapter(request(front, artifacts), timeout=60)
             await front.status_where(lambda fields: any(adapter.loading for adapter in fields["adapters"].values()))
             call.cancel()
             await nothing_left(front)
@@ -224,9 +232,10 @@ async def test_cancelling_during_the_download_leaves_nothing(base, artifacts, re
             artifacts.gate = None
 
 
-async def test_a_deadline_that_passes_is_told_and_leaves_nothing(base, artifacts, registry_port, tmp_path):
+async def test_a_deadline_that_passes_is_told_and_leaves_nothing(base, artifacts, registry_port, tmp_path, monkeypatch):
+    told_long_before(monkeypatch)
     async with running_front(base, tmp_path / "cache", registry_port=registry_port, environment=SLOW) as front:
-        outcome = await evaluate(front, request(front, artifacts), within=2.0)
+        outcome = await evaluate(front, request(front, artifacts), within=TOLD_AFTER_1_S)
         assert isinstance(outcome.error, DeadlineExceeded)
         assert "give it more time" in outcome.error.message
         await nothing_left(front)
@@ -239,7 +248,7 @@ async def test_an_engine_that_dies_ends_it_and_the_next_one_evaluates(base, arti
         assert link is not None
         os.kill(link.pid, signal.SIGKILL)
         assert isinstance(await error_of(call), EngineDown)
-        await front.status_where(lambda fields: fields["state"] == 2, within=20)
+        await front.status_where(lambda fields: fields["state"] == 2)
         await nothing_left(front)
         (await begun(front, request(front, artifacts))).cancel()
 

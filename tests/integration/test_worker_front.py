@@ -14,14 +14,20 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from tokenizers import Tokenizer
 
+from common.backoff import Backoff
 from loraplex.errors import BaseMismatch, InvalidParameter, PromptTooLong
 from loraplex.types.v1.generation_pb2 import AdapterTier, ChatInput, ChatMessage, FinishReason
 from loraplex.worker.v1.worker_pb2 import WatchStatusRequest
 from tests.fake_runner import Trigger, expected_tokens
 from tests.tiny_base import CHAT_TEMPLATE, write_tiny_base
 from tests.worker_front import VOCAB, Answer, ArtifactServer, Front, Merged, running_front, serving_artifacts
+from worker.adapters import quarantine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CONTEXT = 4096
+LONG = 4000
+"""Tokens of an answer that takes some eight seconds at least."""
 
 
 def idle(fields) -> bool:
@@ -54,7 +60,7 @@ def fixture_artifacts():
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", name="front")
 async def fixture_front(base, artifacts, tmp_path_factory):
-    told = {"TRIGGERS": "1", "STEP_S": "0.002", "TOTAL_BLOCKS": "256"}
+    told = {"TRIGGERS": "1", "STEP_S": "0.002", "CONTEXT": str(CONTEXT), "TOTAL_BLOCKS": "1024"}
     cache = tmp_path_factory.mktemp("cache")
     async with (
         serving_artifacts(artifacts) as port,
@@ -84,22 +90,23 @@ async def test_a_prompt_is_tokenized_answered_and_accounted_for(front: Front, to
 
 
 async def test_text_streams_as_it_comes(front: Front):
-    call = front.stub.Generate(front.request(max_tokens=100))
+    call = front.stub.Generate(front.request(max_tokens=LONG))
     first = await call.read()
     assert first.HasField("delta")
     status = await front.status_where(lambda fields: fields["running_requests"] == 1)
     assert status["waiting_requests"] == 0
     call.cancel()
+    await front.status_where(idle)
 
 
 async def test_the_status_sequence_that_counts_the_request_comes_with_the_initial_metadata(front: Front):
     stream = front.stub.WatchStatus(WatchStatusRequest())
     merged = Merged()
     merged.apply(await stream.read())
-    call = front.stub.Generate(front.request(max_tokens=200))
+    call = front.stub.Generate(front.request(max_tokens=LONG))
     sequence = int(dict(await call.initial_metadata())["x-loraplex-status-sequence"])
     assert sequence > merged.fields["sequence"]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while merged.fields["sequence"] < sequence:
             merged.apply(await stream.read())
     assert merged.fields["running_requests"] + merged.fields["waiting_requests"] == 1
@@ -159,16 +166,16 @@ async def test_logprobs_come_with_bytes_for_every_token(front: Front, tokenizer)
 
 
 async def test_what_a_context_has_left_bounds_the_answer(front: Front):
-    answer = await front.generate(front.request([9] * 250, max_tokens=100))
+    answer = await front.generate(front.request([9] * (CONTEXT - 6), max_tokens=100))
     assert len(answer.token_ids()) == 6
     assert answer.ends[0].reason == FinishReason.FINISH_REASON_LENGTH
 
 
-@pytest.mark.parametrize("prompt", [[9] * 256, "q" * 300])
+@pytest.mark.parametrize("prompt", [[9] * CONTEXT, "q" * (CONTEXT + 44)])
 async def test_a_prompt_that_leaves_no_room_is_refused_with_limit_and_length(front: Front, prompt):
     answer = await front.generate(front.request(prompt))
     assert isinstance(answer.error, PromptTooLong)
-    assert answer.error.metadata["limit"] == "255"
+    assert answer.error.metadata["limit"] == str(CONTEXT - 1)
     assert answer.error.metadata["length"] == str(len(prompt))
 
 
@@ -182,7 +189,7 @@ async def test_bad_parameters_and_another_base_are_typed_and_hold_nothing(front:
 
 
 async def test_a_deadline_ends_the_stream_and_leaves_nothing(front: Front):
-    answer = await front.generate(front.request([int(Trigger.EOS_SOON) + 5] * 3, max_tokens=250), within=0.15)
+    answer = await front.generate(front.request([int(Trigger.EOS_SOON) + 5] * 3, max_tokens=LONG), within=0.15)
     assert answer.error is not None
     assert answer.error.code is grpc.StatusCode.DEADLINE_EXCEEDED
     await front.status_where(idle)
@@ -248,13 +255,13 @@ async def test_who_leaves_during_the_download_ends_it(front: Front, artifacts: A
         call = front.stub.Generate(front.request(artifact=digest))
         await front.status_where(is_loading(digest))
         call.cancel()
-        status = await front.status_where(idle)
-        assert digest not in status["adapters"]
+        await front.status_where(lambda fields: idle(fields) and digest not in fields["adapters"])
 
 
 async def test_an_adapter_the_engine_finds_corrupt_is_told_and_refused_for_a_while(
-    front: Front, artifacts: ArtifactServer
+    front: Front, artifacts: ArtifactServer, monkeypatch
 ):
+    monkeypatch.setattr(quarantine, "LASTING", Backoff(first_s=100.0, longest_s=300.0))  # not over before it is seen
     digest = artifacts.add(b"corrupt in the engine's eyes")
     answer = await front.generate(front.request(artifact=digest))
     assert answer.error is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -28,7 +28,16 @@ from loraplex.worker.v1.worker_pb2 import WatchStatusRequest, WorkerState
 from loraplex.worker.v1.worker_pb2_grpc import WorkerServiceStub
 from tests.fake_runner import Trigger
 from tests.tiny_base import write_tiny_base
-from tests.worker_front import ArtifactServer, Front, Merged, running_front, serving_artifacts
+from tests.worker_front import (
+    TOLD_AFTER_1_S,
+    ArtifactServer,
+    Front,
+    Merged,
+    running_front,
+    serving_artifacts,
+    told_long_before,
+)
+from worker.adapters.download import RetryPolicy
 from worker.engine_client import EnginePatience
 from worker.engine_link import EngineStartError
 from worker.generation import StreamLimits
@@ -64,23 +73,23 @@ async def health(front: Front) -> int:
 
 
 async def test_a_killed_engine_fails_its_requests_fast_and_the_next_one_works(base, tmp_path):
-    async with running_front(base, tmp_path / "cache", environment=SLOW) as front:
+    patience = EnginePatience(Backoff(first_s=0.3, longest_s=30))  # status has told of the loss before the next starts
+    async with running_front(base, tmp_path / "cache", environment=SLOW, engine_patience=patience) as front:
         before = (await front.status_where(idle))["epoch"]
         stream = front.stub.WatchStatus(WatchStatusRequest())
         merged = Merged()
         merged.apply(await stream.read())
         running = [asyncio.create_task(front.generate(front.request(max_tokens=4000))) for _ in range(3)]
         await front.status_where(lambda fields: fields["running_requests"] == 3)
-        killed = time.monotonic()
         os.kill(engine_pid(), signal.SIGKILL)
-        answers = await asyncio.gather(*running)
-        assert time.monotonic() - killed < 2
+        async with asyncio.timeout(10):  # half of what the answers take at least
+            answers = await asyncio.gather(*running)
         for answer in answers:
             assert isinstance(answer.error, EngineDown)
             assert answer.error.code is grpc.StatusCode.UNAVAILABLE
 
         states, epochs = [], []
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while merged.fields["state"] != SERVING or merged.fields["epoch"] == before:
                 merged.apply(await stream.read())
                 states.append(merged.fields["state"])
@@ -111,6 +120,7 @@ async def test_an_engine_that_hangs_is_killed_and_replaced(base, tmp_path):
     async with running_front(base, tmp_path / "cache", environment=SLOW, engine_patience=impatient) as front:
         answer = await front.generate(front.request([int(Trigger.HANG), 5]))
         assert isinstance(answer.error, EngineDown)
+        front.app._engine._patience = replace(impatient, silence_timeout_s=300)  # the next one may stand still a while
         await front.status_where(lambda fields: fields["state"] == SERVING)
         assert len((await front.generate(front.request(max_tokens=3))).token_ids()) == 3
 
@@ -137,13 +147,15 @@ async def test_an_engine_that_crashes_before_it_was_ever_ready_ends_the_worker_i
 
 
 async def test_while_the_engine_starts_the_status_says_so_and_requests_are_told_to_wait(base, tmp_path):
-    async with running_front(base, tmp_path / "cache", environment={"START_S": "1"}, wait_ready=False) as front:
+    told = {"START_GATE": str(tmp_path / "gate")}
+    async with running_front(base, tmp_path / "cache", environment=told, wait_ready=False) as front:
         status = await front.status_where(lambda fields: fields.get("base_digest", "") != "")
         assert status["state"] == WorkerState.WORKER_STATE_STARTING
         front.base_digest = status["base_digest"]
         answer = await front.generate(front.request())
         assert isinstance(answer.error, EngineDown)
         assert "loading" in answer.error.message
+        (tmp_path / "gate").touch()
         await front.status_where(lambda fields: fields["state"] == SERVING)
 
 
@@ -186,7 +198,7 @@ async def test_a_reader_that_never_reads_is_cut_off_before_memory_grows(base, tm
     limits = StreamLimits(max_buffered_tokens=4200)
     async with running_front(base, tmp_path / "cache", environment={**SLOW, "STEP_S": "0"}, limits=limits) as front:
         channel, call = await a_reader_that_stops(front)
-        status = await front.status_where(idle, within=20)
+        status = await front.status_where(idle)
         assert status["free_blocks"] == status["total_blocks"]
         error = await read_to_the_end(call)
         assert isinstance(error, ResourceExhausted)
@@ -199,8 +211,8 @@ async def test_a_message_nobody_takes_for_too_long_ends_the_stream(base, tmp_pat
     limits = StreamLimits(max_buffered_tokens=10**9, stall_timeout_s=0.3)
     async with running_front(base, tmp_path / "cache", environment={**SLOW, "STEP_S": "0"}, limits=limits) as front:
         channel, call = await a_reader_that_stops(front)
-        await front.status_where(idle, within=20)
-        async with asyncio.timeout(5):
+        await front.status_where(idle)
+        async with asyncio.timeout(30):
             await front.app._idle.wait()
         error = await read_to_the_end(call)
         assert isinstance(error, ResourceExhausted)
@@ -214,24 +226,25 @@ async def test_cancelled_streams_leave_nothing_long_before_their_answers_would_h
         serving_artifacts(server) as port,
         running_front(base, tmp_path / "cache", environment=SLOW, registry_port=port, max_running_requests=8) as front,
     ):
-        calls = [front.stub.Generate(front.request(max_tokens=3000, n=2, artifact=digest)) for _ in range(5)]
-        status = await front.status_where(lambda fields: fields["running_requests"] == 8)
-        assert (status["adapters"][digest].in_flight, status["waiting_requests"]) == (5, 2)
+        calls = [front.stub.Generate(front.request(max_tokens=4000, n=2, artifact=digest)) for _ in range(5)]
+        status = await front.status_where(lambda f: (f["running_requests"], f["waiting_requests"]) == (8, 2))
+        assert status["adapters"][digest].in_flight == 5
         for call in calls:
             call.cancel()
-        status = await front.status_where(idle, within=2)
+        status = await front.status_where(idle, within=10)  # half of what the answers take at least
         assert (status["free_blocks"], status["adapters"][digest].in_flight) == (status["total_blocks"], 0)
         assert (front.app._engine.num_requests, front.app._admission.num_tickets) == (0, 0)
 
 
 async def test_a_client_that_vanishes_while_a_message_is_stuck_leaves_nothing(base, tmp_path):
-    async with running_front(base, tmp_path / "cache", environment=SLOW) as front:
+    endless = StreamLimits(max_buffered_tokens=10**9)
+    async with running_front(base, tmp_path / "cache", environment=SLOW, limits=endless) as front:
         channel, call = await a_reader_that_stops(front)
         await asyncio.sleep(1)  # until the window is full and the handler is stuck in a write
         assert front.app._engine.num_requests == 1
         call.cancel()
         await channel.close()
-        await front.status_where(idle, within=2)
+        await front.status_where(idle, within=8)  # of some 15 that the answer takes at least
         assert (front.app._engine.num_requests, front.app._admission.num_tickets) == (0, 0)
 
 
@@ -241,7 +254,7 @@ async def test_a_client_whose_connection_breaks_leaves_nothing(base, tmp_path):
         calls = [WorkerServiceStub(channel).Generate(front.request(max_tokens=4000, n=2)) for _ in range(3)]
         await asyncio.gather(*(call.read() for call in calls))
         await channel.close()
-        status = await front.status_where(idle, within=2)
+        status = await front.status_where(idle, within=10)  # half of what the answers take at least
         assert status["free_blocks"] == status["total_blocks"]
         assert front.app._engine.num_requests == 0
 
@@ -255,7 +268,7 @@ async def test_a_worker_starts_and_serves_without_a_registry_and_finds_it_later(
         assert len((await front.generate(front.request(max_tokens=3))).token_ids()) == 3
         missing = await front.generate(front.request(artifact=digest, max_tokens=3))
         assert isinstance(missing.error, ArtifactUnreachable)
-        async with serving_artifacts(server, port), asyncio.timeout(20):
+        async with serving_artifacts(server, port), asyncio.timeout(60):
             while (answer := await front.generate(front.request(artifact=digest, max_tokens=3))).error is not None:
                 assert isinstance(answer.error, ArtifactUnreachable)
                 await asyncio.sleep(answer.error.retry_after_s or 0)  # as long as it says
@@ -263,34 +276,44 @@ async def test_a_worker_starts_and_serves_without_a_registry_and_finds_it_later(
         assert len((await front.generate(front.request(artifact=digest, max_tokens=3))).token_ids()) == 3
 
 
-async def test_a_deadline_bounds_the_wait_for_an_unreachable_adapter_and_the_answer_says_why(base, tmp_path):
+async def test_a_deadline_bounds_the_wait_for_an_unreachable_adapter_and_the_answer_says_why(
+    base, tmp_path, monkeypatch
+):
+    told_long_before(monkeypatch)
     async with running_front(base, tmp_path / "cache") as front:
-        answer = await front.generate(front.request(artifact="f" * 64), within=1)
+        front.app._store._retry = RetryPolicy(tries=10**6)  # so that it is not given up before
+        answer = await front.generate(front.request(artifact="f" * 64), within=TOLD_AFTER_1_S)
         assert isinstance(answer.error, ArtifactUnreachable)  # said before the deadline, which would be gRPC's error
         assert answer.error.retry_after_s
-        status = await front.status_where(idle)
-        assert not status["adapters"]
+        await front.status_where(lambda fields: idle(fields) and not fields["adapters"])
 
 
 async def test_a_drain_announces_finishes_what_is_open_refuses_what_is_new_and_ends(base, tmp_path):
-    async with running_front(base, tmp_path / "cache", environment=SLOW) as front:
+    server = ArtifactServer(gate=asyncio.Event())  # type: ignore[abstract]  # it serves downloads alone
+    digest = server.add(b"comes when the test says so")
+    assert server.gate is not None
+    async with (
+        serving_artifacts(server) as port,
+        running_front(base, tmp_path / "cache", environment=SLOW, registry_port=port, drain_timeout_s=60.0) as front,
+    ):
         watcher = front.stub.WatchStatus(WatchStatusRequest())
-        open_stream = asyncio.create_task(front.generate(front.request(max_tokens=150)))
-        await front.status_where(lambda fields: fields["running_requests"] == 1)
+        open_stream = asyncio.create_task(front.generate(front.request(max_tokens=150, artifact=digest)))
+        await front.status_where(lambda fields: fields["waiting_requests"] == 1)
         front.stop.set()
         states, refused = Merged(), None
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             async for message in watcher:
                 states.apply(message)
                 if states.fields["state"] == DRAINING and refused is None:
                     await asyncio.sleep(0.1)  # past drain_notice_s
                     assert await health(front) == health_pb2.HealthCheckResponse.NOT_SERVING
                     refused = await front.generate(front.request())
+                    server.gate.set()
         assert refused is not None
         assert isinstance(refused.error, Draining)
         assert len((await open_stream).token_ids()) == 150
         assert states.fields["running_requests"] == 0
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await front.task
 
 
@@ -301,7 +324,7 @@ async def test_a_drain_cuts_off_what_does_not_finish_in_time(base, tmp_path):
         front.stop.set()
         answer = await open_stream
         assert isinstance(answer.error, Draining)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await front.task
 
 
@@ -326,7 +349,7 @@ async def test_a_drain_cuts_off_who_still_waits_for_an_adapter(base, tmp_path):
         await front.status_where(lambda fields: digest in fields["adapters"] and fields["adapters"][digest].loading)
         front.stop.set()
         assert isinstance((await waiting).error, Draining)
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(30):
             await front.task
     assert not list((tmp_path / "cache" / "artifacts" / ".incoming").iterdir())
 
@@ -337,5 +360,5 @@ async def test_a_stop_while_a_crashed_engine_waits_for_its_restart_ends_at_once(
         os.kill(engine_pid(), signal.SIGKILL)
         await front.status_where(lambda fields: fields["state"] == NOT_SERVING)
         front.stop.set()
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(15):
             await front.task

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from common.backoff import Backoff
 from loraplex.errors import (
     ArtifactNotFound,
     ArtifactUnreachable,
@@ -16,7 +17,7 @@ from loraplex.errors import (
     LoraplexError,
 )
 from loraplex.types.v1.generation_pb2 import AdapterTier
-from tests.worker_front import running_front, serving_artifacts
+from tests.worker_front import TOLD_AFTER_1_S, running_front, serving_artifacts, told_long_before
 from tests.worker_steering import DEVICE, DISK, SOURCE, Steer, is_at
 from worker.adapters.cached_files import Stamp
 from worker.adapters.pace import Pace
@@ -25,19 +26,27 @@ from worker.adapters.quarantine import Stage
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def test_an_artifact_that_is_nowhere_is_refused_at_once_until_it_is_tried_again(front, steer, artifacts):
-    blob = b"registered a moment later"
-    digest = hashlib.sha256(blob).hexdigest()
+async def test_an_artifact_that_is_nowhere_is_refused_at_once_for_a_while(front, steer, artifacts, monkeypatch):
+    monkeypatch.setattr(
+        "worker.adapters.quarantine.LASTING", Backoff(first_s=100.0, longest_s=300.0)
+    )  # not over before it is seen
+    digest = hashlib.sha256(b"never registered").hexdigest()
     first = await front.generate(front.request(artifact=digest))
     assert isinstance(first.error, ArtifactNotFound)
     status = await front.status_where(lambda fields: digest in fields["adapters"])
     assert status["adapters"][digest].quarantine_reason == "ARTIFACT_NOT_FOUND"
-    assert 0 < status["adapters"][digest].quarantine_end_time.ToNanoseconds() / 1e9 - time.time() <= 1
+    assert 0 < status["adapters"][digest].quarantine_end_time.ToNanoseconds() / 1e9 - time.time() <= 100
     again = await front.generate(front.request(artifact=digest))
     assert isinstance(again.error, ArtifactNotFound)
     assert again.error.retry_after_s
     assert artifacts.opened[digest] == 1
     assert len((await front.generate(front.request(max_tokens=3))).token_ids()) == 3  # others are served
+
+
+async def test_an_artifact_that_was_nowhere_is_tried_again_after_a_while(front, steer, artifacts):
+    blob = b"registered a moment later"
+    digest = hashlib.sha256(blob).hexdigest()
+    assert isinstance((await front.generate(front.request(artifact=digest))).error, ArtifactNotFound)
     artifacts.add(blob)
     await front.status_where(lambda fields: not fields["adapters"])
     assert (await front.generate(front.request(artifact=digest, max_tokens=2))).finished
@@ -131,13 +140,15 @@ async def test_a_deadline_that_the_load_cannot_meet_is_refused_at_once_and_the_a
 
 
 async def test_a_fetch_that_outlasts_a_request_goes_on_to_the_device_and_one_whose_client_leaves_does_not(
-    front, steer, artifacts
+    front, steer, artifacts, monkeypatch
 ):
+    told_long_before(monkeypatch)
+    monkeypatch.setattr("worker.adapters.progress.PATIENCE_S", 100.0)  # the first part may take as long as it takes
     blob = bytes(100_000)
     digest = artifacts.add(blob)
     artifacts.gate, artifacts.gate_at = asyncio.Event(), 1 << 16  # the first part comes
     for _ in range(2):
-        answer = await front.generate(front.request(artifact=digest), within=2)
+        answer = await front.generate(front.request(artifact=digest), within=TOLD_AFTER_1_S)
         assert isinstance(answer.error, DeadlineUnreachable)
         assert "it goes on coming" in answer.error.message  # it was waited for, not refused at once
         assert answer.error.retry_after_s
@@ -148,13 +159,16 @@ async def test_a_fetch_that_outlasts_a_request_goes_on_to_the_device_and_one_who
     call.cancel()
     await front.status_where(lambda fields: left not in fields["adapters"])
     artifacts.gate.set()
-    await front.status_where(is_at(digest, DEVICE), within=20)
+    await front.status_where(is_at(digest, DEVICE))
     assert artifacts.opened[digest] == 1
     answer = await front.generate(front.request(artifact=digest, max_tokens=2))
     assert answer.finished.facts.tier_hit == DEVICE
 
 
-async def test_a_request_that_does_not_get_its_turn_is_told_so_before_its_deadline(base, tmp_path, artifacts):
+async def test_a_request_that_does_not_get_its_turn_is_told_so_before_its_deadline(
+    base, tmp_path, artifacts, monkeypatch
+):
+    told_long_before(monkeypatch)
     slow = {"STEP_S": "0.01", "CONTEXT": "4096", "TOTAL_BLOCKS": "1024"}
     async with (
         serving_artifacts(artifacts) as port,
@@ -164,9 +178,9 @@ async def test_a_request_that_does_not_get_its_turn_is_told_so_before_its_deadli
         await call.read()
         other = artifacts.add(b"other")
         await Steer(front).prefetch(other)
-        await front.status_where(is_at(other, DISK), within=20)
+        await front.status_where(is_at(other, DISK))
         answers = await asyncio.gather(
-            *(front.generate(front.request(artifact=other), within=3) for _ in range(3)),
+            *(front.generate(front.request(artifact=other), within=TOLD_AFTER_1_S) for _ in range(3)),
             front.generate(front.request(max_tokens=3)),
         )
         for refused in answers[:3]:

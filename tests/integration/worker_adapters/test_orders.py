@@ -30,7 +30,7 @@ from loraplex.worker.v1.worker_pb2 import (
     PrefetchAdapterRequest,
     ResolvedAdapter,
 )
-from tests.worker_front import running_front, serving_artifacts
+from tests.worker_front import TOLD_AFTER_1_S, running_front, serving_artifacts, told_long_before
 from tests.worker_steering import DEVICE, DISK, NOWHERE, SOURCE, Steer, is_at, resolved
 from worker.requests import CheckedAdapter
 
@@ -49,7 +49,13 @@ async def test_a_loaded_adapter_is_on_the_device_when_that_is_answered(front, st
 
 async def test_loads_of_one_adapter_at_once_are_one_load(front, steer, artifacts):
     digest = artifacts.add(b"slow, and wanted by many")
-    answers = await asyncio.gather(*(steer.load(digest) for _ in range(5)))
+    artifacts.gate = asyncio.Event()  # none is done before the last has come
+    loads = [asyncio.create_task(steer.load(digest)) for _ in range(5)]
+    async with asyncio.timeout(30):
+        while front.app._store.num_references < 5:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.01)
+    artifacts.gate.set()
+    answers = await asyncio.gather(*loads)
     assert {answer.tier_hit for answer in answers} <= {SOURCE, DISK}
     assert artifacts.opened[digest] == 1
     assert front.app._engine.num_requests == 0
@@ -220,7 +226,7 @@ async def test_a_pinned_adapter_is_brought_as_soon_as_its_source_is_back(front, 
     digest = artifacts.add(blob)
     artifacts.break_after = [0] * 6  # as often as a download tries
     await steer.pin(digest)
-    await front.status_where(is_at(digest, DEVICE, pinned=True), within=20)
+    await front.status_where(is_at(digest, DEVICE, pinned=True))
 
 
 async def test_pins_are_forgotten_when_the_engine_is_lost(front, steer, artifacts):
@@ -231,16 +237,15 @@ async def test_pins_are_forgotten_when_the_engine_is_lost(front, steer, artifact
         child for child in psutil.Process().children() if any("fake_engine_process" in part for part in child.cmdline())
     ]
     os.kill(engine.pid, signal.SIGKILL)
-    status = await front.status_where(
-        lambda fields: fields["epoch"] != before["epoch"] and fields["state"] == 2, within=20
-    )
+    status = await front.status_where(lambda fields: fields["epoch"] != before["epoch"] and fields["state"] == 2)
     assert not status["adapters"][digest].pinned
     assert front.app._store.num_references == 0
     await steer.pin(digest)
     await front.status_where(is_at(digest, DEVICE, pinned=True))
 
 
-async def test_a_load_that_finds_no_room_in_time_is_told_so(base, tmp_path, artifacts):
+async def test_a_load_that_finds_no_room_in_time_is_told_so(base, tmp_path, artifacts, monkeypatch):
+    told_long_before(monkeypatch)
     slow = {"STEP_S": "0.01", "CONTEXT": "4096", "TOTAL_BLOCKS": "1024"}
     async with (
         serving_artifacts(artifacts) as port,
@@ -249,8 +254,10 @@ async def test_a_load_that_finds_no_room_in_time_is_told_so(base, tmp_path, arti
         used, other = artifacts.add(b"used"), artifacts.add(b"other")
         call = front.stub.Generate(front.request(artifact=used, max_tokens=4000))
         await call.read()
-        with pytest.raises(DeadlineUnreachable) as refused:
-            await Steer(front).load(other, within=2)
+        await Steer(front).prefetch(other)
+        await front.status_where(is_at(other, DISK))
+        with pytest.raises(DeadlineUnreachable, match="did not find room") as refused:
+            await Steer(front).load(other, within=TOLD_AFTER_1_S)
         assert refused.value.retry_after_s
         call.cancel()
         assert (await Steer(front).load(other)).tier_hit == DISK
