@@ -13,6 +13,7 @@ import json
 import os
 import stat
 import tempfile
+import threading
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -131,7 +132,9 @@ class CacheWriter:
         self._catalog = catalog
         self._path = path
         self._written: CatalogSnapshot | None = catalog.snapshot if catalog.ready.is_set() else None
-        self._writing: asyncio.Task[None] | None = None
+        self._turn = threading.Lock()
+        self._begun = self._done = 0
+        """Writes, the newest of each."""
 
     async def run(self) -> None:
         """Write until cancelled."""
@@ -144,20 +147,21 @@ class CacheWriter:
     async def flush(self) -> None:
         """Write now, if there is something new. A failure is logged; serving does not depend on the file.
 
-        A write that is under way when its waiter is cancelled goes on, as its thread does; the next comes after it.
+        The thread of a write whose waiter is cancelled goes on; what is newer is written after it, or in its place.
         """
-        if self._writing is not None:
-            await asyncio.wait([self._writing])
         snapshot = self._catalog.snapshot
         if not self._catalog.ready.is_set() or snapshot is self._written:
             return
-        self._writing = asyncio.create_task(self._write(snapshot))
-        await asyncio.shield(self._writing)
-
-    async def _write(self, snapshot: CatalogSnapshot) -> None:
+        self._begun += 1
         try:
-            await asyncio.to_thread(write, self._path, snapshot)
+            await asyncio.to_thread(self._write, snapshot, self._begun)
         except OSError as error:
             log.warning("catalog.cache_not_written", path=str(self._path), error=str(error))
         else:
             self._written = snapshot
+
+    def _write(self, snapshot: CatalogSnapshot, number: int) -> None:
+        with self._turn:
+            if number > self._done:
+                write(self._path, snapshot)
+                self._done = number

@@ -84,11 +84,12 @@ class AdapterAccess:
         return lease
 
     def absent_file(self, adapter: CheckedAdapter) -> AdapterFile | None:
-        """Return a file that has left the disk, for who needs the adapter alone; None where it is there, or not known.
+        """Return a file that is not on the disk, or not known to be as it should be, for who needs the adapter alone.
 
-        A quarantine does not matter then: nothing is fetched. Raises VersionMismatch.
+        None where it is there, or was never seen. A quarantine does not matter then: nothing is fetched. Raises
+        VersionMismatch.
         """
-        if self._store.holds(adapter.artifact_digest):
+        if self._store.is_usable(adapter.artifact_digest):
             return None
         return self._versions.recall(adapter.artifact_digest, adapter.version_digest)
 

@@ -7,6 +7,7 @@ adapters on the device last. All of it is for one thread.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import time
@@ -25,11 +26,16 @@ log = structlog.get_logger(__name__)
 
 _HASH_STEP: Final = 2**22
 _TOUCH_S: Final = 60.0
+_NOT_THE_FILES_FAULT: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """What the file system notes of a file; whatever writes to it, or puts another in its place, changes some of it."""
+    """What the file system notes of a file.
+
+    Who writes to it, or puts another in its place, changes some of it, but within one tick of the file system's clock,
+    which has a few milliseconds at most.
+    """
 
     inode: int
     size_bytes: int
@@ -49,11 +55,13 @@ class CachedFile:
 
     size_bytes: int
     stamp: Stamp | None
-    """The file's when its bytes were hashed in this process's life; None before."""
+    """The file's when its bytes were last hashed in this process's life; None where they are to be hashed first."""
     fetch_s: float
     """What fetching it took, or would take as far as is known."""
     outside: Outside = NOTHING
-    """What of it does not go into the arena; known once it has a stamp."""
+    """What of it does not go into the arena; known once it was hashed."""
+    replaced_damaged: bool = False
+    """It came in the place of one that was not as it should be, and that a load may have read meanwhile."""
     uses: int = 0
     touched_s: float = 0.0
     """When the file last was told to be in use, for the next process to know."""
@@ -117,7 +125,11 @@ class CachedFiles:
             return None
         if file.stamp != self._stamp(artifact_digest):
             file.stamp = None
-            log.warning("artifact.changed_on_disk", artifact=artifact_digest[:12], what_now="it is hashed again")
+            log.warning(
+                "artifact.changed_on_disk",
+                artifact=artifact_digest[:12],
+                what_now="it is hashed before its next use",
+            )
             return None
         return file
 
@@ -206,7 +218,10 @@ class CachedFiles:
 
 
 def verify(path: Path, artifact_digest: str, size_bytes: int) -> Stamp | None:
-    """Return a file's stamp where it has the size and SHA-256 it should have, else None. Reads all of it."""
+    """Return a file's stamp where it has the size and SHA-256 it should have, else None. Reads all of it.
+
+    Raises OSError where this process has no room to read it now, whatever is in it.
+    """
     sha256 = hashlib.sha256()
     try:
         with path.open("rb") as stream:
@@ -215,6 +230,8 @@ def verify(path: Path, artifact_digest: str, size_bytes: int) -> Stamp | None:
                 return None
             while chunk := stream.read(_HASH_STEP):
                 sha256.update(chunk)
-    except OSError:
+    except OSError as error:
+        if error.errno in _NOT_THE_FILES_FAULT:
+            raise
         return None
     return stamp if sha256.hexdigest() == artifact_digest else None

@@ -274,7 +274,7 @@ class Steering:
         return asyncio.get_running_loop().call_later(time_to_wait(remaining_s), waiter.give_up_waiting, error)
 
     def absent_file(self, adapter: CheckedAdapter) -> AdapterFile | None:
-        """Return an adapter's file where the disk has it no more, but the engine the adapter; else None: it is leased.
+        """Return an adapter's file where only the engine is known to have it as it should be; else None: it is leased.
 
         What is submitted with it is to have a `late_file`. Raises VersionMismatch.
         """

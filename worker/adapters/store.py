@@ -70,7 +70,7 @@ class Lease:
     fetched: bool
     """It was not on the disk when it was asked for, or not as it should be."""
     waited: bool
-    """It had to be fetched, or to be hashed before its first use."""
+    """It had to be fetched, or to be hashed before its use."""
     _release: Callable[[], None] = field(repr=False)
     _held: bool = True
 
@@ -162,6 +162,10 @@ class AdapterStore:
         """Tell whether the artifact is on the disk (perhaps not verified yet)."""
         return artifact_digest in self._files
 
+    def is_usable(self, artifact_digest: str) -> bool:
+        """Tell whether the artifact is on the disk, verified, and as it was then."""
+        return self._files.usable(artifact_digest) is not None
+
     def size_bytes(self, artifact_digest: str) -> int | None:
         """Return the bytes of a file, or None where it is not on the disk."""
         entry = self._files.find(artifact_digest)
@@ -207,9 +211,11 @@ class AdapterStore:
         self._files.use(artifact_digest)
         before, waited = self._files.find(artifact_digest), False
         try:
-            while (entry := self._files.usable(artifact_digest)) is None:
+            entry = self._files.usable(artifact_digest)
+            while entry is None or entry.stamp is None:
                 waited = True
                 await self._wait_for(artifact_digest, urgency, within_s, on_late)
+                entry = self._files.find(artifact_digest)  # hashed a moment ago, whoever may touch it all the time
         except BaseException:
             self._release(artifact_digest)
             raise
@@ -237,13 +243,22 @@ class AdapterStore:
             entry.stamp = None
 
     async def recheck(self, artifact_digest: str) -> bool:
-        """Hash a file that someone found unreadable; returns whether it is as it should be. One that is not is gone."""
+        """Hash a file that someone found unreadable; returns whether it is as it should be. One that is not is gone.
+
+        False for the first one, too, who may have read a damaged file that has been replaced.
+        """
         entry = self._files.find(artifact_digest)
         if entry is None:
             return False
+        if entry.replaced_damaged:
+            entry.replaced_damaged = False
+            return False
         path = self._folder / artifact_digest
-        if await asyncio.to_thread(verify, path, artifact_digest, entry.size_bytes) is not None:
-            return True
+        try:
+            if await asyncio.to_thread(verify, path, artifact_digest, entry.size_bytes) is not None:
+                return True
+        except OSError:
+            return True  # as far as is known
         if self._files.find(artifact_digest) is entry and artifact_digest not in self._fetches:
             self._drop(artifact_digest)
         return False
@@ -323,6 +338,7 @@ class AdapterStore:
     async def _bring(self, artifact_digest: str, fetch: _Fetch) -> None:
         target = self._folder / artifact_digest
         entry = self._files.find(artifact_digest)
+        is_damaged = entry is not None
         if entry is not None:
             stamp = await asyncio.to_thread(verify, target, artifact_digest, entry.size_bytes)
             if stamp is not None:
@@ -385,7 +401,7 @@ class AdapterStore:
             await asyncio.to_thread(partial.close)
             raise
         self._pace.add(partial.size_bytes, seconds)
-        file = CachedFile(partial.size_bytes, stamp, fetch_s=seconds, outside=outside)
+        file = CachedFile(partial.size_bytes, stamp, seconds, outside, replaced_damaged=is_damaged)
         self._files.add(artifact_digest, file)
         fetch.reserved_bytes = 0
         log.info("artifact.fetched", artifact=artifact_digest[:12], size_bytes=partial.size_bytes)

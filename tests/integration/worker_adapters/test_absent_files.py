@@ -107,6 +107,21 @@ async def test_an_adapter_on_the_device_is_served_without_its_file_and_without_i
     assert small.app._store.num_references == 0
 
 
+@pytest.mark.parametrize("change", [Path.unlink, Path.touch, lambda path: path.write_bytes(bytes(SIZE))])
+async def test_what_happens_to_the_file_of_an_adapter_on_the_device_concerns_no_request(
+    front, steer, artifacts, packed, change
+):
+    digest = packed()
+    assert (await steer.load(digest)).tier_hit == SOURCE
+    await front.status_where(is_at(digest, DEVICE))
+    change(front.app._settings.cache_dir / "artifacts" / digest)
+    artifacts.blobs.clear()
+    facts = (await front.generate(front.request(artifact=digest, max_tokens=3))).finished.facts
+    assert (facts.tier_hit, facts.adapter_load_time.ToNanoseconds()) == (DEVICE, 0)
+    assert (await steer.load(digest)).tier_hit == DEVICE
+    assert artifacts.opened[digest] == 1
+
+
 async def test_one_that_has_just_left_is_fetched_once_before_its_request_begins(small, artifacts, packed):
     digest = await left_without_file(small, packed)
     artifacts.gate = asyncio.Event()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import os
 import time
@@ -16,6 +17,7 @@ import pytest
 from common.adapter_format.packed import HEAD, PackedAdapter, PackedMatrix, pack
 from loraplex.errors import ArtifactNotFound, ArtifactUnreachable, CorruptArtifact, FailedPrecondition, NoSpace
 from tests.artifact_source import QUICK, a_store, files, leftovers, until
+from worker.adapters.cached_files import verify
 from worker.adapters.download import RetryPolicy
 from worker.adapters.places import Places
 from worker.adapters.source import ArtifactStream
@@ -252,10 +254,11 @@ async def test_a_distrusted_file_is_hashed_again(tmp_path, source):
 
 def _rewritten(path):
     facts = path.stat()
-    with path.open("r+b") as file:
-        file.seek(50)
-        file.write(b"y")
-    os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))  # as if nothing had been
+    while path.stat().st_ctime_ns == facts.st_ctime_ns:  # its clock may have ticks
+        with path.open("r+b") as file:
+            file.seek(50)
+            file.write(b"y")
+        os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))  # as if nothing had been
 
 
 def _replaced(path):
@@ -291,6 +294,57 @@ async def test_a_file_that_only_its_times_changed_of_is_hashed_and_not_fetched(t
         os.utime(tmp_path / "artifacts" / digest, ns=(1, 1))
         lease = await store.acquire(digest)
         assert (lease.fetched, lease.waited, source.opened[digest]) == (False, True, 1)
+
+
+async def test_a_file_that_is_touched_all_the_time_is_hashed_once_for_each_use(tmp_path, source, monkeypatch):
+    digest, hashed = source.add(b"x" * 100), []
+
+    def touching(path, *facts):
+        stamp = verify(path, *facts)
+        hashed.append(stamp)
+        os.utime(path, ns=(len(hashed), len(hashed)))
+        return stamp
+
+    monkeypatch.setattr("worker.adapters.store.verify", touching)
+    async with a_store(tmp_path, source) as store:
+        (await store.acquire(digest)).release()
+        os.utime(tmp_path / "artifacts" / digest, ns=(0, 0))
+        assert not store.is_usable(digest)
+        for count in (1, 2):
+            (await store.acquire(digest)).release()
+            assert len(hashed) == count
+        assert source.opened[digest] == 1
+
+
+async def test_a_file_that_cannot_be_opened_for_want_of_files_is_kept(tmp_path, source, monkeypatch):
+    digest = source.add(b"x" * 100)
+    async with a_store(tmp_path, source) as store:
+        (await store.acquire(digest)).release()
+        os.utime(tmp_path / "artifacts" / digest, ns=(0, 0))
+        with monkeypatch.context() as patch:
+
+            def refuse(*_):
+                raise OSError(errno.EMFILE, "too many open files")
+
+            patch.setattr("worker.adapters.store.verify", refuse)
+            with pytest.raises(ArtifactUnreachable, match="too many"):
+                await store.acquire(digest)
+            assert await store.recheck(digest)
+        (await store.acquire(digest)).release()
+        assert source.opened[digest] == 1
+
+
+async def test_who_could_not_read_a_file_that_was_replaced_meanwhile_read_the_damaged_one(tmp_path, source):
+    digest = source.add(b"x" * 100)
+    async with a_store(tmp_path, source) as store:
+        first = await store.acquire(digest)
+        _rewritten(tmp_path / "artifacts" / digest)
+        second = await store.acquire(digest)
+        assert not await store.recheck(digest)
+        assert await store.recheck(digest)
+        assert store.is_usable(digest)
+        first.release()
+        second.release()
 
 
 async def test_leftovers_are_thrown_away_at_the_start(tmp_path, source):
