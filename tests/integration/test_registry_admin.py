@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 
 import httpx2
 import pytest
 
-from common.admin import bind_admin
 from common.http_server import bind
 from loraplex.errors import FailedPrecondition
 from loraplex.registry.v1 import adapter_pb2
+from tests.admin_ports import taken_admin_ports
 from tests.running_registry import Client, registry_here
 from tests.tiny_adapters import write_adapter
 from tests.tiny_base import write_tiny_base
@@ -20,14 +19,7 @@ from tests.tiny_base import write_tiny_base
 
 @pytest.fixture
 async def served(tmp_path, database_url, monkeypatch) -> AsyncIterator[tuple[Client, httpx2.AsyncClient]]:
-    ports: list[int] = []
-
-    def bound(host: str, port: int) -> socket.socket:
-        listener = bind_admin(host, port)
-        ports.append(listener.getsockname()[1])
-        return listener
-
-    monkeypatch.setattr("registry.app.bind_admin", bound)
+    ports = taken_admin_ports(monkeypatch, "registry")
     monkeypatch.setattr("registry.metrics._DATABASE_WAIT_S", 60.0)
     async with (
         registry_here(tmp_path / "state", database_url, admin_port=0) as registry,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import socket
 from collections.abc import Callable
 
 import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from common.admin import bind_admin
+from tests.admin_ports import taken_admin_ports
 from tests.tiny_base import write_tiny_base
 from tests.worker_front import ArtifactServer, running_front, serving_artifacts
 
@@ -22,15 +21,7 @@ DIGEST = hashlib.sha256(BLOB).hexdigest()
 @pytest.fixture
 def ports(monkeypatch) -> list[int]:
     """Admin ports of the workers that were started, which each take a free one."""
-    taken: list[int] = []
-
-    def bound(host: str, port: int) -> socket.socket:
-        listener = bind_admin(host, port)
-        taken.append(listener.getsockname()[1])
-        return listener
-
-    monkeypatch.setattr("worker.app.bind_admin", bound)
-    return taken
+    return taken_admin_ports(monkeypatch, "worker")
 
 
 @pytest.fixture(scope="module")

@@ -119,7 +119,10 @@ class CachedFiles:
         return self._files.get(artifact_digest)
 
     def usable(self, artifact_digest: str) -> CachedFile | None:
-        """Return the facts of a file whose bytes were hashed, and that nobody has touched since."""
+        """Return the facts of a file whose bytes were hashed, and that nobody has touched since.
+
+        One that somebody has touched loses its stamp: it is to be hashed again.
+        """
         file = self._files.get(artifact_digest)
         if file is None or file.stamp is None:
             return None
